@@ -1,0 +1,351 @@
+"""
+A GPT whose attention is one of six: TRA, RoPE and CoPE side by side, then NoPE, ALiBi and FoX.
+
+TRA    Threshold Relative Attention   Opper et al. 2025       arXiv 2503.23174
+RoPE   rotary positions               Su et al. 2021          arXiv 2104.09864
+CoPE   contextual positions           Golovneva et al. 2024   arXiv 2405.18719
+NoPE   no positions at all            Kazemnejad et al. 2023  arXiv 2305.19466
+ALiBi  linear distance bias           Press et al. 2021       arXiv 2108.12409
+FoX    Forgetting Transformer         Lin et al. 2025         arXiv 2503.02130
+
+    python model.py      # TRA on one query and five keys, by the numbers
+
+Axes: B batch, H heads, T queries, S keys (the queries are the last T of the S positions), D head width, C model width,
+V vocabulary. Every *_attention takes q (B,H,T,D) and k, v (B,H,S,D), is causal, scales by 1/sqrt(D) and returns (B,H,T,D).
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+def causal_mask(T, S, device):
+    """(T, S), True where query i may see key j. Aligned to the bottom right: the last query sees every key."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+
+
+def sdpa(q, k, v, dropout_p, bias=None):
+    """softmax(q k^T / sqrt(D) + bias) v over the causal keys, in torch's fused kernels; bias is (T, S) or (B, H, T, S)."""
+    T, S = q.size(2), k.size(2)
+    if bias is None and T == S:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    mask = causal_mask(T, S, q.device)
+    if bias is not None:
+        mask = bias.masked_fill(~mask, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+
+
+def full_precision(attention):
+    """Run an attention in float32 (float64 stays) under any autocast: bfloat16 cannot count past 256."""
+    @functools.wraps(attention)
+    def wrapped(q, k, v, *args, **kwargs):
+        up = lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype in (torch.bfloat16, torch.float16) else t
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(up(q), up(k), up(v), *map(up, args), **kwargs).to(v.dtype)
+    return wrapped
+
+
+def rope_attention(q, k, v, theta, dropout_p=0.0):
+    """RoPE: turn q and k by angles that grow with their position, so that q_i . k_j depends on i - j.
+
+        A_ij = softmax over j <= i of  R(i) q_i . R(j) k_j / sqrt(D)
+    """
+    S, D = k.shape[2:]
+    speed = theta ** (-torch.arange(0, D, 2, device=k.device, dtype=torch.float32) / D)     # (D/2,)
+    angle = torch.arange(S, device=k.device, dtype=torch.float32)[:, None] * speed          # (S, D/2)
+    cos, sin = angle.cos(), angle.sin()
+
+    def rotate(x):
+        c, s = cos[-x.size(2):], sin[-x.size(2):]                                           # x holds the last positions
+        a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)           # (B, H, T, D/2) each
+        return torch.cat((a * c - b * s, a * s + b * c), dim=-1).to(x.dtype)
+
+    return sdpa(rotate(q), rotate(k), v, dropout_p)
+
+
+@full_precision
+def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
+    """CoPE: distance is a sum of soft gates, and a learned vector e[p] says what a distance p means to a query.
+
+        S_ij = q_i . k_j / sqrt(D)
+        p_ij = sum of sigmoid(S_il) over j <= l <= i, at most npos - 1
+        A_ij = softmax over j <= i of  S_ij + q_i . e[p_ij]             (e between two entries is interpolated)
+
+    pos_emb is (D, npos). As in the paper's listing, the position term is not divided by sqrt(D).
+    """
+    mask = causal_mask(q.size(2), k.size(2), q.device)                                      # (T, S)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                                # (B, H, T, S)
+    gates = scores.sigmoid() * mask
+    pos = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=pos_emb.size(-1) - 1)                # (B, H, T, S)
+    by_entry = q @ pos_emb                                                                  # (B, H, T, npos)
+    low, high = pos.detach().floor().long(), pos.detach().ceil().long()
+    part = pos - low                                                                        # 0 at low, 1 at high
+    bias = by_entry.gather(-1, low) * (1 - part) + by_entry.gather(-1, high) * part
+    weights = (scores + bias).masked_fill(~mask, -torch.inf).softmax(-1)
+    return F.dropout(weights, dropout_p) @ v
+
+
+@full_precision
+def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
+    """TRA: keys that do not matter leave the softmax, and distance counts only the keys that stay.
+
+        S_ij    = q_i . k_j / sqrt(D)                                   (q and k arrive RMS-normalised)
+        keep_ij = S_ij > 0 and j <= i
+        n_ij    = number of kept keys l with j <= l <= i                (the nearest kept key has distance 1)
+        A_ij    = softmax over kept j of  S_ij + f_i * n_ij             (a row that keeps nothing is all zeros)
+
+    log_forget is f (B, H, T) <= 0, one gate per head and query. The two ablations are independent: sparse=False leaves
+    every causal key in the softmax, contextual=False counts every causal key: n_ij = i - j + 1.
+    """
+    mask = causal_mask(q.size(2), k.size(2), q.device)                                      # (T, S)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                                # (B, H, T, S)
+    relevant = (scores > 0) & mask
+    keep = relevant if sparse else mask
+    counted = (relevant if contextual else mask).to(scores.dtype)
+    n = counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted                        # from key j up to query i
+    logits = scores + log_forget.unsqueeze(-1) * n
+    # The smallest finite number instead of -inf, and the product with keep: a row without keys is 0, its gradient too.
+    weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1) * keep
+    return F.dropout(weights, dropout_p) @ v
+
+
+def nope_attention(q, k, v, dropout_p=0.0):
+    """NoPE: nothing but the causal mask.  A_ij = softmax over j <= i of  q_i . k_j / sqrt(D)"""
+    return sdpa(q, k, v, dropout_p)
+
+
+@full_precision
+def alibi_attention(q, k, v, dropout_p=0.0):
+    """ALiBi: subtract the distance, times a slope per head, m_h = 2^(-8h/H) with h = 1..H.
+
+        A_ij = softmax over j <= i of  q_i . k_j / sqrt(D) - m_h * (i - j)
+    """
+    H, T, S = q.size(1), q.size(2), k.size(2)
+    slope = 2.0 ** (-8 / H * torch.arange(1, H + 1, device=q.device, dtype=q.dtype))        # (H,)
+    pos = torch.arange(S, device=q.device, dtype=q.dtype)
+    distance = pos[S - T:, None] - pos                                                      # (T, S)
+    return sdpa(q, k, v, dropout_p, bias=(-slope[:, None, None] * distance).unsqueeze(0))
+
+
+@full_precision
+def fox_attention(q, k, v, log_forget, dropout_p=0.0):
+    """FoX: every token in between forgets a little. Gates come from the keys passed over, not from the query as in TRA.
+
+        A_ij = softmax over j <= i of  q_i . k_j / sqrt(D) + sum of f_l over j < l <= i
+
+    log_forget is f (B, H, S) <= 0, one gate per head and position.
+    """
+    total = log_forget.cumsum(-1)                                                           # (B, H, S)
+    return sdpa(q, k, v, dropout_p, bias=total[..., -q.size(2):, None] - total[..., None, :])
+
+
+def remember(cache, name, new):
+    """Append new (B, H, T, ...) to what the cache holds under this name and return all of it; without a cache, just new."""
+    if cache is None:
+        return new
+    cache[name] = torch.cat((cache[name], new), dim=2) if name in cache else new
+    return cache[name]
+
+
+class Attention(nn.Module):
+    """What all six share: projections in and out, heads, cache. A subclass says how q, k and v meet, in attend()."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    @property
+    def dropout_p(self):
+        return self.config.dropout if self.training else 0.0
+
+    def forward(self, x, cache=None):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        k, v = remember(cache, "k", k), remember(cache, "v", v)                             # (B, H, S, D)
+        y = self.attend(x, q, k, v, cache)                                                  # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class RoPE(Attention):
+    def attend(self, x, q, k, v, cache):
+        return rope_attention(q, k, v, self.config.rope_theta, dropout_p=self.dropout_p)
+
+
+class CoPE(Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.pos_emb = nn.Parameter(torch.zeros(config.n_embd // config.n_head, config.cope_npos))     # (D, npos)
+
+    def attend(self, x, q, k, v, cache):
+        return cope_attention(q, k, v, self.pos_emb, dropout_p=self.dropout_p)
+
+
+class TRA(Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.forget = nn.Linear(config.n_embd, config.n_head)
+
+    def attend(self, x, q, k, v, cache):
+        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        log_forget = F.logsigmoid(self.forget(x).float()).transpose(1, 2)                   # (B, H, T), of the queries
+        return tra_attention(q, k, v, log_forget, self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
+
+
+class NoPE(Attention):
+    def attend(self, x, q, k, v, cache):
+        return nope_attention(q, k, v, dropout_p=self.dropout_p)
+
+
+class ALiBi(Attention):
+    def attend(self, x, q, k, v, cache):
+        return alibi_attention(q, k, v, dropout_p=self.dropout_p)
+
+
+class FoX(Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.forget = nn.Linear(config.n_embd, config.n_head)
+
+    def attend(self, x, q, k, v, cache):
+        log_forget = F.logsigmoid(self.forget(x).float()).transpose(1, 2)                   # (B, H, T)
+        return fox_attention(q, k, v, remember(cache, "log_forget", log_forget), dropout_p=self.dropout_p)
+
+
+# To add one: a function above, a class like these, an entry here. Flags, tests and tables find it by itself.
+ATTENTIONS = {"tra": TRA, "rope": RoPE, "cope": CoPE, "nope": NoPE, "alibi": ALiBi, "fox": FoX}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    attn: str = "tra"
+    vocab_size: int = 64
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 256
+    dropout: float = 0.01
+    rope_theta: float = 500_000.0
+    cope_npos: int = 64
+    sparse: bool = True             # TRA: keys with a score that is not positive leave the softmax
+    contextual: bool = True         # TRA: distance counts only keys with a positive score
+
+    def __post_init__(self):
+        if self.attn not in ATTENTIONS:
+            raise ValueError(f"unknown attention {self.attn!r}; choose one of {', '.join(ATTENTIONS)}")
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd", "cope_npos"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
+        if self.attn == "rope" and self.n_embd // self.n_head % 2:
+            raise ValueError(f"RoPE turns pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta must be positive, not {self.rope_theta}")
+
+
+class MLP(nn.Module):
+    """SwiGLU: one half of the hidden units gates the other; each half is 2 C wide."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.down = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        gate, value = self.up(x).chunk(2, dim=-1)                                           # (B, T, 2C) each
+        return self.down(self.dropout(F.silu(gate) * value))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.n_embd)
+        self.attn = ATTENTIONS[config.attn](config)
+        self.norm2 = nn.RMSNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cache=None):
+        x = x + self.attn(self.norm1(x), cache)
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Token embedding, blocks, norm, untied output. No absolute positions and no maximum length: any model runs at any T."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, idx, targets=None, cache=None):
+        """idx (B, T) -> logits (B, T, V) and the mean loss over the targets that are not -1 (None without targets).
+
+        cache, a list with one dict per block, holds the keys of earlier calls; idx then continues where they ended.
+        """
+        x = self.embed(idx)                                                                 # (B, T, C)
+        for i, block in enumerate(self.blocks):
+            x = block(x, None if cache is None else cache[i])
+        logits = self.head(self.norm(x))                                                    # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue idx (B, T) by max_new_tokens, one at a time; temperature 0 always takes the likeliest token."""
+        was_training = self.training
+        self.eval()
+        cache = [{} for _ in self.blocks]
+        new = idx
+        for _ in range(max_new_tokens):
+            logits = self(new, cache=cache)[0][:, -1].float()                               # (B, V)
+            if top_k is not None:
+                logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)                                       # (B, 1)
+            else:
+                new = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)
+            idx = torch.cat((idx, new), dim=1)
+        self.train(was_training)
+        return idx
+
+
+def worked_example():
+    """One query, five keys. With D = 1 and q = 1 the keys are the scores, and v = identity returns the weights."""
+    def weights(scores, forget):
+        k = torch.tensor(scores).view(1, 1, -1, 1)
+        v = torch.eye(len(scores)).view(1, 1, len(scores), -1)
+        return tra_attention(torch.ones(1, 1, 1, 1), k, v, torch.full((1, 1, 1), forget)).flatten().tolist()
+
+    def show(name, values, form="{:8.4f}"):
+        print(f"{name:10s}" + "".join("       -" if v is None else form.format(v) for v in values))
+
+    scores, forget = [1.5, -0.4, 0.2, -2.0, 0.9], -0.5
+    kept = [s > 0 for s in scores]
+    n = [sum(kept[j:]) if kept[j] else None for j in range(len(scores))]
+    print(f"One query, five keys from oldest to newest, forget gate f = {forget}\n")
+    show("score S", scores, "{:8.1f}")
+    show("kept S > 0", kept, "{:8d}")
+    show("distance n", n, "{:8d}")
+    show("S + f n", [None if d is None else s + forget * d for s, d in zip(scores, n)])
+    show("weight A", weights(scores, forget))
+    print("\nThe same with two irrelevant keys put in (scores -1.0 and -0.1): the others do not notice\n")
+    longer = scores[:2] + [-1.0] + scores[2:4] + [-0.1] + scores[4:]
+    show("score S", longer, "{:8.1f}")
+    show("weight A", weights(longer, forget))
+
+
+if __name__ == "__main__":
+    worked_example()

@@ -1,0 +1,274 @@
+"""
+Four synthetic tasks for length generalisation: train on short sequences, test on longer ones.
+
+flipflop   remember one bit for as long as it takes        Liu et al. 2023, arXiv 2306.00946
+copy       repeat a sequence, symbols with replacement     Zhou et al. 2023, arXiv 2310.16028
+induct     find a symbol, say what followed it
+instruct   copy, reverse, first or last, as told
+
+    python tasks.py --task copy                                       # a few examples, scored tokens in [brackets]
+    python tasks.py --task flipflop --split sparse --count 3 --seed 7
+    python tasks.py --task induct --plain                             # one example per line, nothing else
+
+Every batch is a pure function of (split, seed, step): streams never end, a run can continue anywhere, and training and
+test streams cannot overlap, because the number of the split is part of the random generator's seed.
+A batch is x, y, both int64 (B, T): y holds the token after x, and -1 where nothing is scored.
+"""
+
+import argparse
+import string
+import sys
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+def fail(message):
+    """What a user can put right: one line on stderr, exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong command line gets one line instead of a page."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        fail(f"{message} (see python {self.prog} --help)")
+
+
+def integer(low, high=2**32 - 1):
+    """An argparse type: a whole number between low and high."""
+    def parse(text):
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
+        return value
+    return parse
+
+
+SYMBOLS = list(string.ascii_lowercase + string.ascii_uppercase + string.digits)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the tasks share. A task has a vocabulary, splits, the sizes for each scale, and sample().
+
+    splits maps a name to what sample() needs to make that kind of example; the first, "train", is for training, the
+    others are test sets. sample(rng, size, spec) returns tokens (B, T+1) and a mask of the tokens that are scored.
+    """
+    length: int
+
+    def __post_init__(self):
+        for field in fields(self):
+            least = self.least.get(field.name, 1)
+            if getattr(self, field.name) < least:
+                fail(f"--{field.name} must be at least {least} for {self.name}, not {getattr(self, field.name)}")
+
+    least = {}
+
+    @property
+    def name(self):
+        return type(self).__name__.lower()
+
+    def batch(self, split, seed, step, size):
+        rng = np.random.default_rng([list(self.splits).index(split), seed, step])
+        tokens, scored = self.sample(rng, size, self.splits[split])
+        return tokens[:, :-1], np.where(scored, tokens, -1)[:, 1:]
+
+    def symbol_names(self):
+        return (SYMBOLS + [f"s{i}" for i in range(len(SYMBOLS), self.symbols)])[:self.symbols]
+
+    def multiples(self, of):
+        """{"1x": L, "1.5x": 1.5 L, ...}: test lengths by name."""
+        return {f"{m:g}x": int(m * self.length) for m in of}
+
+
+@dataclass(frozen=True)
+class FlipFlop(Task):
+    """n instructions, a bit after each: w writes it, i ignores it, r reads what was written last. Scored: bits after r.
+
+        w 1 i 0 r [1] i 1 w 0 r [0]        (length n = 6)
+
+    The first instruction is w, the last r; between them i has probability p, and w and r share the rest.
+    """
+    vocab = ["w", "r", "i", "0", "1"]
+    scales = {"laptop": dict(length=64), "paper": dict(length=256)}
+    least = {"length": 2}
+
+    @property
+    def splits(self):
+        n = self.length
+        return {"train": (0.8, n), "iid": (0.8, n), "sparse": (0.98, n), "dense": (0.1, n),
+                "iid-4x": (0.8, 4 * n), "sparse-4x": (0.98, 4 * n), "dense-4x": (0.1, 4 * n)}
+
+    def sample(self, rng, size, spec):
+        p, n = spec
+        u = rng.random((size, n))
+        what = np.where(u < p, 2, np.where(u < (1 + p) / 2, 0, 1))                      # i, w, r
+        what[:, 0], what[:, -1] = 0, 1
+        bits = rng.integers(0, 2, (size, n), dtype=np.int64)
+        latest = np.maximum.accumulate(np.where(what == 0, np.arange(n), 0), axis=1)    # index of the last write so far
+        bits = np.where(what == 1, np.take_along_axis(bits, latest, 1), bits)
+        tokens = np.stack((what, bits + 3), axis=2).reshape(size, 2 * n)
+        scored = np.stack((np.zeros_like(what), what == 1), axis=2).reshape(size, 2 * n) == 1
+        return tokens, scored
+
+
+@dataclass(frozen=True)
+class Copy(Task):
+    """Say again what came before <sep>. Symbols may repeat, so that finding the last symbol is not enough.
+
+        <bos> c a c f <sep> [c] [a] [c] [f] [<eos>]        (length 4)
+    """
+    symbols: int
+    scales = {"laptop": dict(length=20, symbols=32), "paper": dict(length=50, symbols=64)}
+
+    @property
+    def vocab(self):
+        return ["<bos>", "<sep>", "<eos>"] + self.symbol_names()
+
+    @property
+    def splits(self):
+        return {"train": None} | self.multiples((1, 1.5, 2, 3, 4, 6))
+
+    def sample(self, rng, size, spec):
+        n = rng.integers(1, self.length + 1) if spec is None else spec
+        x = rng.integers(3, 3 + self.symbols, (size, n), dtype=np.int64)
+        column = np.ones((size, 1), dtype=np.int64)
+        tokens = np.hstack((0 * column, x, 1 * column, x, 2 * column))
+        return tokens, np.broadcast_to(np.arange(2 * n + 3) > n + 1, tokens.shape)
+
+
+@dataclass(frozen=True)
+class Induct(Task):
+    """After <sep> come queries, each answered by the symbol that followed it in the context, where it stands just once.
+
+        <bos> d b a b e b <sep> a [b] d [b]        (length 6, two pairs)
+
+    The queried symbols are placed once each, never side by side, and the rest is filled from the others. So an answer is
+    never itself a query, and any length works.
+    """
+    symbols: int
+    pairs: int
+    scales = {"laptop": dict(length=20, symbols=32, pairs=8), "paper": dict(length=50, symbols=64, pairs=8)}
+    least = {"length": 2}
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.symbols <= self.pairs:
+            fail(f"--symbols {self.symbols} must be more than --pairs {self.pairs}: the rest of the context needs others")
+
+    @property
+    def vocab(self):
+        return ["<bos>", "<sep>"] + self.symbol_names()
+
+    @property
+    def splits(self):
+        return {"train": None} | self.multiples((1, 1.5, 2, 3, 4, 6))
+
+    def sample(self, rng, size, spec):
+        n = rng.integers(2, self.length + 1) if spec is None else spec
+        K = min(self.pairs, n // 2)
+        order = rng.permuted(np.tile(np.arange(self.symbols), (size, 1)), axis=1) + 2   # (B, symbols)
+        queries, others = order[:, :K], order[:, K:]
+        x = np.take_along_axis(others, rng.integers(0, self.symbols - K, (size, n), dtype=np.int64), 1)
+        # K of n - K places, in order, then spread by one each: K of n - 1 places, no two of them neighbours.
+        where = np.sort(rng.permuted(np.tile(np.arange(n - K), (size, 1)), axis=1)[:, :K], axis=1) + np.arange(K)
+        where = rng.permuted(where, axis=1)
+        np.put_along_axis(x, where, queries, 1)
+        answers = np.take_along_axis(x, where + 1, 1)
+        column = np.ones((size, 1), dtype=np.int64)
+        tokens = np.hstack((0 * column, x, 1 * column, np.stack((queries, answers), axis=2).reshape(size, 2 * K)))
+        at = np.arange(tokens.shape[1]) - (n + 2)
+        return tokens, np.broadcast_to((at > 0) & (at % 2 == 1), tokens.shape)
+
+
+@dataclass(frozen=True)
+class Instruct(Task):
+    """The first token says what to do with the sequence: copy it, reverse it, or name its first or its last symbol.
+
+        <reverse> c a f <sep> [f] [a] [c] [<eos>]        <last> c a f <sep> [f] [<eos>]        (length 3)
+
+    Of nothing, every instruction makes nothing: <first> <sep> [<eos>]. After its answer a row is filled with <eos>, unscored.
+    """
+    symbols: int
+    scales = {"laptop": dict(length=10, symbols=32), "paper": dict(length=50, symbols=64)}
+    instructions = ["copy", "reverse", "first", "last"]
+
+    @property
+    def vocab(self):
+        return [f"<{name}>" for name in self.instructions] + ["<sep>", "<eos>"] + self.symbol_names()
+
+    @property
+    def splits(self):
+        tests = {f"{name}-{by}": (i, n) for i, name in enumerate(self.instructions)
+                 for by, n in self.multiples((1, 2, 4, 10)).items()}
+        return {"train": None} | tests
+
+    def sample(self, rng, size, spec):
+        what, n = (rng.integers(0, 4, size, dtype=np.int64), rng.integers(0, self.length + 1)) if spec is None else spec
+        what = np.broadcast_to(what, size)[:, None]                                     # (B, 1)
+        x = rng.integers(6, 6 + self.symbols, (size, n), dtype=np.int64)
+        sep, eos = np.full((size, 1), 4), np.full((size, n + 1), 5)
+        answer = np.where(what == 0, x, np.where(what == 1, x[:, ::-1], np.where(what == 2, x[:, :1], x[:, -1:])))
+        answer = np.hstack((answer, eos[:, :1]))                                        # (B, n + 1)
+        ends = np.where(what < 2, n, min(n, 1))                                         # where <eos> stands
+        at = np.arange(n + 1)
+        tokens = np.hstack((what, x, sep, np.where(at < ends, answer, eos)))
+        return tokens, np.hstack((np.zeros((size, n + 2), dtype=bool), at <= ends))
+
+
+TASKS = {"flipflop": FlipFlop, "copy": Copy, "induct": Induct, "instruct": Instruct}
+
+
+def add_size_flags(group):
+    """The sizes a task can have, as flags; left out, they come from the task's scale."""
+    group.add_argument("--length", type=integer(0), metavar="L", help="training length: symbols, or instructions for flipflop")
+    group.add_argument("--symbols", type=integer(0), metavar="N", help="number of different symbols (copy, induct, instruct)")
+    group.add_argument("--pairs", type=integer(0), metavar="N", help="query/answer pairs in a sequence (induct)")
+
+
+def make_task(name, scale, **sizes):
+    """The task of this name at a scale, with any size that is not None put in its place."""
+    task = TASKS[name]
+    known = [field.name for field in fields(task)]
+    for size, value in sizes.items():
+        if value is not None and size not in known:
+            fail(f"--{size} means nothing to {name}; its sizes are {', '.join('--' + k for k in known)}")
+    return task(**task.scales[scale] | {size: value for size, value in sizes.items() if value is not None})
+
+
+def show(task, x, y, mark=True):
+    """One example as text, scored tokens in [brackets] if marked. Every example ends with a scored token; padding is left out."""
+    end = np.flatnonzero(y >= 0)[-1] + 1
+    names = [task.vocab[t] for t in (*x[:end], y[end - 1])]
+    scored = [False, *(y[:end] >= 0)]
+    return " ".join(f"[{name}]" if mark and s else name for name, s in zip(names, scored))
+
+
+def main():
+    parser = Parser(prog="tasks.py", description=__doc__)
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--split", default="train", help="train (default) or a test set of the task")
+    parser.add_argument("--count", type=integer(1), default=3, metavar="N", help="how many examples (default 3)")
+    parser.add_argument("--seed", type=integer(0), default=0, metavar="N")
+    parser.add_argument("--plain", action="store_true", help="one example per line, tokens separated by single spaces")
+    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop")
+    add_size_flags(parser)
+    args = parser.parse_args()
+    task = make_task(args.task, args.scale, length=args.length, symbols=args.symbols, pairs=args.pairs)
+    if args.split not in task.splits:
+        fail(f"{args.task} has no split {args.split!r}; choose one of {', '.join(task.splits)}")
+    for step in range(args.count):
+        x, y = task.batch(args.split, args.seed, step, 1)
+        print(show(task, x[0], y[0], mark=not args.plain))
+
+
+if __name__ == "__main__":
+    main()
