@@ -35,17 +35,21 @@ def sdpa(q, k, v, dropout_p, bias=None):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     mask = causal_mask(T, S, q.device)
     if bias is not None:
-        mask = bias.masked_fill(~mask, -torch.inf)
+        mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+
+
+def widen(x):
+    """Half precision to float32; everything else as it is."""
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def full_precision(attention):
     """Run an attention in float32 (float64 stays) under any autocast: bfloat16 cannot count past 256."""
     @functools.wraps(attention)
     def wrapped(q, k, v, *args, **kwargs):
-        up = lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype in (torch.bfloat16, torch.float16) else t
         with torch.autocast(q.device.type, enabled=False):
-            return attention(up(q), up(k), up(v), *map(up, args), **kwargs).to(v.dtype)
+            return attention(*map(widen, (q, k, v, *args)), **kwargs).to(v.dtype)
     return wrapped
 
 
@@ -55,13 +59,14 @@ def rope_attention(q, k, v, theta, dropout_p=0.0):
         A_ij = softmax over j <= i of  R(i) q_i . R(j) k_j / sqrt(D)
     """
     S, D = k.shape[2:]
-    speed = theta ** (-torch.arange(0, D, 2, device=k.device, dtype=torch.float32) / D)     # (D/2,)
-    angle = torch.arange(S, device=k.device, dtype=torch.float32)[:, None] * speed          # (S, D/2)
+    wide = torch.promote_types(k.dtype, torch.float32)                                      # positions need float32
+    speed = theta ** (-torch.arange(0, D, 2, device=k.device, dtype=wide) / D)              # (D/2,)
+    angle = torch.arange(S, device=k.device, dtype=wide)[:, None] * speed                   # (S, D/2)
     cos, sin = angle.cos(), angle.sin()
 
     def rotate(x):
         c, s = cos[-x.size(2):], sin[-x.size(2):]                                           # x holds the last positions
-        a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)           # (B, H, T, D/2) each
+        a, b = x.to(wide).chunk(2, dim=-1)                                                  # (B, H, T, D/2) each
         return torch.cat((a * c - b * s, a * s + b * c), dim=-1).to(x.dtype)
 
     return sdpa(rotate(q), rotate(k), v, dropout_p)
@@ -193,7 +198,7 @@ class TRA(Attention):
 
     def attend(self, x, q, k, v, cache):
         q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        log_forget = F.logsigmoid(self.forget(x).float()).transpose(1, 2)                   # (B, H, T), of the queries
+        log_forget = F.logsigmoid(widen(self.forget(x))).transpose(1, 2)                   # (B, H, T), of the queries
         return tra_attention(q, k, v, log_forget, self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
 
 
@@ -213,7 +218,7 @@ class FoX(Attention):
         self.forget = nn.Linear(config.n_embd, config.n_head)
 
     def attend(self, x, q, k, v, cache):
-        log_forget = F.logsigmoid(self.forget(x).float()).transpose(1, 2)                   # (B, H, T)
+        log_forget = F.logsigmoid(widen(self.forget(x))).transpose(1, 2)                   # (B, H, T)
         return fox_attention(q, k, v, remember(cache, "log_forget", log_forget), dropout_p=self.dropout_p)
 
 
@@ -238,8 +243,8 @@ class GPTConfig:
         if self.attn not in ATTENTIONS:
             raise ValueError(f"unknown attention {self.attn!r}; choose one of {', '.join(ATTENTIONS)}")
         for name in ("vocab_size", "n_layer", "n_head", "n_embd", "cope_npos"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
         if self.attn == "rope" and self.n_embd // self.n_head % 2:
