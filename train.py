@@ -190,8 +190,8 @@ def seconds_per_step(model, get_batch, autocast):
     return (time.perf_counter() - start) / 4
 
 
-def main():
-    out, args, ckpt = settings(parse_flags())
+def train(out, args, ckpt):
+    """Train from scratch, or from a checkpoint; test; write everything into the folder out."""
     device = pick_device(args["device"])
     kind = torch.device(device).type
     if args["dtype"] == "auto":
@@ -313,8 +313,12 @@ def main():
     print(f"trained and tested in {clock(time.perf_counter() - start)}".ljust(70) + "\n\n" + table([found]), end="")
 
 
-if __name__ == "__main__":
+def main():
     try:
-        main()
+        train(*settings(parse_flags()))
     except OSError as error:
         fail(error)
+
+
+if __name__ == "__main__":
+    main()
