@@ -83,7 +83,7 @@ def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
     pos_emb is (D, npos). As in the paper's listing, the position term is not divided by sqrt(D).
     """
     mask = causal_mask(q.size(2), k.size(2), q.device)                                      # (T, S)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                                # (B, H, T, S)
+    scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                              # (B, H, T, S)
     gates = scores.sigmoid() * mask
     pos = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=pos_emb.size(-1) - 1)                # (B, H, T, S)
     by_entry = q @ pos_emb                                                                  # (B, H, T, npos)
@@ -107,14 +107,14 @@ def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0
     every causal key in the softmax, contextual=False counts every causal key: n_ij = i - j + 1.
     """
     mask = causal_mask(q.size(2), k.size(2), q.device)                                      # (T, S)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                                # (B, H, T, S)
+    scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                              # (B, H, T, S)
     relevant = (scores > 0) & mask
     keep = relevant if sparse else mask
     counted = (relevant if contextual else mask).to(scores.dtype)
     n = counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted                        # from key j up to query i
     logits = scores + log_forget.unsqueeze(-1) * n
-    # The smallest finite number instead of -inf, and the product with keep: a row without keys is 0, its gradient too.
-    weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1) * keep
+    # The smallest finite number instead of -inf, then zero: a row without keys is all zeros, and so is its gradient.
+    weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~keep, 0)
     return F.dropout(weights, dropout_p) @ v
 
 
@@ -292,6 +292,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.3)      # large enough to stand out of the residual stream, small enough to move
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, idx, targets=None, cache=None):

@@ -156,7 +156,7 @@ class Induct(Task):
     """
     symbols: int
     pairs: int
-    scales = {"laptop": dict(length=20, symbols=32, pairs=8), "paper": dict(length=50, symbols=64, pairs=8)}
+    scales = {"laptop": dict(length=20, symbols=16, pairs=6), "paper": dict(length=50, symbols=64, pairs=8)}
     least = {"length": 2}
 
     def __post_init__(self):
@@ -198,7 +198,7 @@ class Instruct(Task):
     Of nothing, every instruction makes nothing: <first> <sep> [<eos>]. After its answer a row is filled with <eos>, unscored.
     """
     symbols: int
-    scales = {"laptop": dict(length=10, symbols=32), "paper": dict(length=50, symbols=64)}
+    scales = {"laptop": dict(length=10, symbols=16), "paper": dict(length=50, symbols=64)}
     instructions = ["copy", "reverse", "first", "last"]
 
     @property

@@ -28,13 +28,13 @@ from tasks import TASKS, Parser, add_size_flags, fail, integer, make_task
 
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
 PRESETS = {
-    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, batch=32, lr=1e-3, steps=500),
+    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, batch=32, lr=2e-3, beta2=0.98, steps=300),
                  "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=64, lr=1e-4, steps=25_000)},
-    "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=64, lr=2e-3, steps=4000),
+    "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
              "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)},
-    "induct": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=64, lr=2e-3, steps=2000),
+    "induct": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=5000),
                "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)},
-    "instruct": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=64, lr=2e-3, steps=4000),
+    "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=6000),
                  "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)},
 }
 DEFAULTS = dict(scale="auto", seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.05, grad_clip=1.0, examples=500,
