@@ -707,3 +707,60 @@ def test_an_existing_run_is_not_overwritten(tmp_path, monkeypatch, capsys):
     assert before == {path.name: path.read_bytes() for path in run.iterdir()}
     assert call(train_script, *quick("copy", "--attn", "tra", "--no-sparse", "--overwrite", "--lr", 0.01)) == 0
     assert not same_weights(weights(run), torch.load(io.BytesIO(before["ckpt.pt"]), weights_only=True)["model"])
+
+
+# The README
+
+def readme():
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        return file.read()
+
+
+def test_every_command_of_the_readme_runs(tmp_path):
+    """In a process of its own, one after the other, made small; so does what follows a command, such as eval.py on its run."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
+    lines = [line.split("#")[0].split("&&")[-1].strip() for block in blocks for line in block.splitlines()]
+    commands = [line.split()[1:] for line in lines if line.startswith("python ")]
+    assert {words[0] for words in commands} >= {"model.py", "tasks.py", "train.py", "eval.py"} and len(commands) > 12
+    small = ["--steps", "2", "--examples", "2", "--batch", "2", "--n-layer", "1", "--n-embd", "16", "--n-head", "2", "--length", "4", "--device", "cpu"]
+    for words in commands:
+        if words[0] == "train.py":
+            words[1:] = [w for w in words[1:] if w != "--compile"] + small + ([] if "--resume" in words else ["--overwrite"])
+    driver = """
+import glob, json, runpy, sys
+folder, commands = sys.argv[1], json.loads(sys.argv[2])
+sys.path.insert(0, folder)
+for words in commands:
+    sys.argv = [words[0]] + [path for word in words[1:] for path in (sorted(glob.glob(word)) if "*" in word else [word])]
+    print("$", *sys.argv, flush=True)
+    runpy.run_path(folder + "/" + words[0], run_name="__main__")
+print("all done")
+"""
+    result = subprocess.run([sys.executable, "-c", driver, HERE, json.dumps(commands)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and result.stdout.endswith("all done\n"), result.stdout[-2000:] + result.stderr
+
+
+def test_the_two_commands_of_a_fresh_machine_are_in_the_readme():
+    for line in ("pip install -r requirements.txt && python train.py --attn tra --task copy", "pip install -r requirements.txt && pytest"):
+        assert line in readme().splitlines()
+
+
+def test_the_code_the_readme_quotes_is_the_code():
+    quoted = re.search(r"```python\n(    mask = .*?)```", readme(), re.DOTALL).group(1)
+    with open(os.path.join(HERE, "model.py"), encoding="utf-8") as file:
+        assert quoted in file.read()
+
+
+def test_the_readmes_own_attention_works(monkeypatch):
+    """The recipe, word for word, in the place it names; then the same checks that every attention gets."""
+    code = re.search(r"```python\n(def window_attention.*?)```", readme(), re.DOTALL).group(1)
+    monkeypatch.setitem(ATTENTIONS, "window", None)
+    exec(code, vars(model_script))
+    test_the_future_changes_nothing("window")
+    test_cached_logits_equal_full_logits("window", [9, 1, 1, 6])
+    test_any_length("window", 300)
+    test_bfloat16_autocast_trains_as_float32_does("window")
+    test_generate("window")
+    eye = torch.eye(40).view(1, 1, 40, 40)
+    weights = model_script.window_attention(torch.randn(1, 1, 40, 4), torch.randn(1, 1, 40, 4), eye)[0, 0]
+    assert ((weights > 0).sum(1) == torch.arange(1, 41).clamp(max=16)).all()
