@@ -17,11 +17,13 @@ import json
 import math
 import os
 import statistics
+import warnings
+from collections import OrderedDict
 
 import torch
 
 from model import GPT, GPTConfig
-from tasks import Parser, fail, integer, make_task, show
+from tasks import Parser, fail, integer, make_task, script, show
 
 FORMAT = 1                      # of ckpt.pt
 TEST_SEED = 0                   # every run meets the same test examples
@@ -61,8 +63,8 @@ def pick_device(name):
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         torch.zeros(1, device=name).sum().item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        fail(f"--device {name} does not work here: {str(error).splitlines()[0]}")
+    except Exception as error:  # each kind of device that is not there has its own
+        fail(f"--device {name} does not work here: {str(error)[:150]}")
     return name
 
 
@@ -76,39 +78,61 @@ def load_checkpoint(run):
     path = os.path.join(run, "ckpt.pt")
     if not os.path.isfile(path):
         fail(f"{run} holds no run: there is no {path}")
-    try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:           # a damaged file can raise nearly anything
-        fail(f"{path} is damaged, or not a checkpoint of train.py")
-    if not isinstance(ckpt, dict) or not {"format", "config", "model", "step", "args"} <= ckpt.keys():
+    with open(path, "rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ckpt = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception:       # a damaged file can raise nearly anything
+            fail(f"{path} is damaged, or not a checkpoint of train.py")
+    parts = {"format": [int], "step": [int], "config": [dict], "args": [dict], "model": [dict, OrderedDict]}
+    if type(ckpt) is not dict or any(type(ckpt.get(name)) not in types for name, types in parts.items()):
         fail(f"{path} is not a checkpoint of train.py")
     if ckpt["format"] != FORMAT:
-        fail(f"{path} has format {ckpt['format']!r}, and this version reads format {FORMAT}")
+        fail(f"{path} has format {ckpt['format']}, and this version reads format {FORMAT}")
     return ckpt
 
 
+def bad_checkpoint(run, why):
+    fail(f"{os.path.join(run, 'ckpt.pt')} does not hold together: {why}"[:400])
+
+
+def check_tensors(found, wanted):
+    """Raise unless both dicts name the same tensors, of the same shapes and types, with memory behind every number."""
+    for name in {**wanted, **found}:
+        a, b = found.get(name), wanted.get(name)
+        if b is None or type(a) is not torch.Tensor or (a.shape, a.dtype) != (b.shape, b.dtype) or not a.is_contiguous():
+            raise ValueError(f"tensor {name!r} should be {'absent' if b is None else list(b.shape)}")
+
+
 def load_model(run, ckpt):
-    """The GPT of a checkpoint. Its shapes are compared before any memory is taken for it."""
+    """The GPT of a checkpoint. Names and shapes are compared before any memory is taken for it."""
     try:
         config, state = GPTConfig(**ckpt["config"]), ckpt["model"]
         if config.n_layer > len(state):
             raise ValueError(f"{config.n_layer} layers but {len(state)} tensors")
         with torch.device("meta"):
             model = GPT(config)
-        model.load_state_dict(state, assign=True)
-        if not all(p.isfinite().all() for p in model.parameters()):
+        check_tensors(state, model.state_dict())
+        if not all(tensor.isfinite().all() for tensor in state.values()):
             raise ValueError("weights that are not finite")
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        fail(f"{run}/ckpt.pt does not hold together: {' '.join(str(error).split())[:200]}")
+        model.load_state_dict(state, assign=True)
+    except Exception as error:
+        bad_checkpoint(run, error)
     return model
 
 
 def load_task(run, ckpt):
+    """The task of a checkpoint. Of its flags, those that a record repeats are checked too."""
+    args, config = ckpt["args"], ckpt["config"]
     try:
-        args = ckpt["args"]
-        return make_task(args["task"], args["scale"], length=args["length"], symbols=args["symbols"], pairs=args["pairs"])
-    except (TypeError, KeyError):
-        fail(f"{run}/ckpt.pt does not say which task it was trained on")
+        task = make_task(args["task"], args["scale"], length=args["length"], symbols=args["symbols"], pairs=args["pairs"])
+        if len(task.vocab) != config["vocab_size"] or not isinstance(args["seed"], int):
+            raise ValueError(f"{config['vocab_size']} tokens and seed {args['seed']}, for {task}")
+        if any(args[name] != config[name] for name in ("attn", "sparse", "contextual")):
+            raise ValueError("flags and config are not the same")
+    except Exception as error:
+        bad_checkpoint(run, error)
+    return task
 
 
 def record(args, task, examples, results):
@@ -126,10 +150,14 @@ def read_record(run):
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
-        assert all(isinstance(found[key], str) for key in ("task", "attn", "scale", "metric", "label"))
-        assert isinstance(found["seed"], int) and isinstance(found["sizes"], dict) and found["results"]
-        assert all(isinstance(v, (int, float)) and math.isfinite(v) for v in found["results"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+        results, sizes = found["results"], found["sizes"]
+        texts = [found[key] for key in ("task", "attn", "scale", "metric", "label")] + [*results, *sizes]
+        texts += [value for value in sizes.values() if type(value) is not int]
+        if not results or not all(0 <= value < 1e12 for value in results.values()) or not all(text.isprintable() for text in texts):
+            raise ValueError
+        if type(found["seed"]) is not int or type(found["examples"]) is not int:
+            raise ValueError
+    except Exception:           # JSON can hold nearly anything
         fail(f"{path} is damaged; python eval.py {run} --examples 500 measures again")
     return found
 
@@ -188,6 +216,7 @@ def print_mistakes(run, model, task, splits, examples, count, device):
     print(f"{run}: {count - left} mistakes in {examples} examples of each of {', '.join(splits)}")
 
 
+@script
 def main():
     parser = Parser(prog="eval.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders that train.py wrote, such as out/copy-tra-s0")

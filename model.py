@@ -245,6 +245,9 @@ class GPTConfig:
         for name in ("vocab_size", "n_layer", "n_head", "n_embd", "cope_npos"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
+        for name in ("sparse", "contextual"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
         if self.attn == "rope" and self.n_embd // self.n_head % 2:

@@ -16,6 +16,8 @@ A batch is x, y, both int64 (B, T): y holds the token after x, and -1 where noth
 """
 
 import argparse
+import functools
+import os
 import string
 import sys
 from dataclasses import dataclass, fields
@@ -25,8 +27,30 @@ import numpy as np
 
 def fail(message):
     """What a user can put right: one line on stderr, exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", " ".join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
+
+
+def script(main):
+    """Around a script's main(): what a user or the machine can cause ends in one line, whatever the script was doing."""
+    @functools.wraps(main)
+    def run():
+        sys.stdout.reconfigure(errors="backslashreplace")       # a file name or a sign that the terminal cannot show
+        try:
+            main()
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            fail("interrupted")
+        except BrokenPipeError:                                 # piped into head: nobody is left to read
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(2) from None
+        except OSError as error:
+            fail(error)
+        except (MemoryError, RuntimeError) as error:            # torch says RuntimeError, and CUDA a kind of it
+            if "memory" not in str(error) and not isinstance(error, MemoryError):
+                raise
+            fail(f"out of memory: {error}"[:300])
+    return run
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,9 +90,9 @@ class Task:
 
     def __post_init__(self):
         for field in fields(self):
-            least = self.least.get(field.name, 1)
-            if getattr(self, field.name) < least:
-                fail(f"--{field.name} must be at least {least} for {self.name}, not {getattr(self, field.name)}")
+            least, value = self.least.get(field.name, 1), getattr(self, field.name)
+            if not isinstance(value, int) or not least <= value <= 10**5:
+                fail(f"--{field.name} must be a number from {least} to {10**5} for {self.name}, not {value!r}")
 
     least = {}
 
@@ -252,6 +276,7 @@ def show(task, x, y, mark=True):
     return " ".join(f"[{name}]" if mark and s else name for name, s in zip(names, scored))
 
 
+@script
 def main():
     parser = Parser(prog="tasks.py", description=__doc__)
     parser.add_argument("--task", choices=TASKS, required=True)

@@ -11,9 +11,17 @@ import io
 import json
 import math
 import os
+import pickle
+import random
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -764,3 +772,532 @@ def test_the_readmes_own_attention_works(monkeypatch):
     eye = torch.eye(40).view(1, 1, 40, 40)
     weights = model_script.window_attention(torch.randn(1, 1, 40, 4), torch.randn(1, 1, 40, 4), eye)[0, 0]
     assert ((weights > 0).sum(1) == torch.arange(1, 41).clamp(max=16)).all()
+
+# Crash safety: runs that are killed, files that cannot be trusted
+
+# The tasks that are killed and resumed, as (task, flags): 120 steps with enough dropout that a wrong random state would show.
+CRASH_CASES = [(task, quick(task, "--attn", "tra", "--steps", 120, "--log-every", 7, "--dropout", 0.2)) for task in ("copy", "flipflop")]
+DATA_FILES = ("ckpt.pt", "log.jsonl", "eval.json")
+
+
+def start(*argv, errors=os.devnull, prepare=lambda: None):
+    """Train in a process of its own, forked so that torch is there at once; returns its id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sys.stdout, sys.stderr = open(os.devnull, "w"), open(errors, "w", buffering=1)
+            prepare()
+            os._exit(call(train_script, *argv))
+        finally:
+            os._exit(99)        # an exception, which no test expects
+    return pid
+
+
+def finish(pid):
+    """Exit code of a process, negative if a signal ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die_at(module, name, count, after=False):
+    """Make this process kill itself in the count-th call of a function, before or after it has done its work."""
+    original, calls = getattr(module, name), []
+
+    def function(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == count and not after:
+            if name == "save":                                          # torch.save, half done
+                whole = io.BytesIO()
+                original(args[0], whole)
+                args[1].write(whole.getvalue()[:len(whole.getvalue()) // 2])
+                args[1].flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(module, name, function)
+
+
+def resumable(run):
+    return ["--out", run] + ["--resume"] * (run / "ckpt.pt").exists()
+
+
+def same_run(run, untouched):
+    """Bitwise the same weights, optimizer and random state, the same lines in the log, the same eval.json, and nothing beside them."""
+    assert {path.name for path in run.iterdir()} == set(DATA_FILES)
+    a, b = (torch.load(folder / "ckpt.pt", weights_only=True) for folder in (run, untouched))
+    assert same_weights(a["model"], b["model"]) and torch.equal(a["random"]["cpu"], b["random"]["cpu"])
+    assert (a["step"], a["since_log"]) == (b["step"], b["since_log"])
+    assert all(same_weights(a["optimizer"]["state"][i], b["optimizer"]["state"][i]) for i in b["optimizer"]["state"])
+    rows = [[{key: row[key] for key in ("step", "loss", "lr", "grad_norm")} for row in log(folder)] for folder in (run, untouched)]
+    assert rows[0] == rows[1]
+    assert (run / "eval.json").read_bytes() == (untouched / "eval.json").read_bytes()
+
+
+@pytest.fixture
+def signals():
+    """train.py listens to signals in a way of its own; afterwards pytest's way is back."""
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("task, flags", CRASH_CASES, ids=[task for task, _ in CRASH_CASES])
+def test_killed_at_random_moments_and_resumed_a_run_ends_as_if_never_touched(tmp_path, capsys, signals, task, flags):
+    rng = random.Random(task)
+    assert call(train_script, *flags, "--out", tmp_path / "untouched") == 0
+    run, kills = tmp_path / "run", 0
+    while kills < 12:
+        pid = start(*flags, *resumable(run), "--save-every", rng.choice((0, 0.01, 0.1)))
+        time.sleep(rng.uniform(0, 0.3))
+        os.kill(pid, signal.SIGKILL)
+        code = finish(pid)
+        assert code in (0, -signal.SIGKILL)
+        kills += 1
+    assert call(train_script, *resumable(run), *([] if (run / "ckpt.pt").exists() else flags)) == 0
+    same_run(run, tmp_path / "untouched")
+
+
+# With a checkpoint after each of twelve steps, the first save is number 1, the last number 13; the replace after that is eval.json's.
+MOMENTS = [(os, "makedirs", 1, True), (torch, "save", 1, False), (torch, "save", 9, False), (torch, "save", 13, False), (torch, "save", 8, True),
+           (os, "fsync", 1, False), (os, "fsync", 12, True), (os, "fsync", 13, True), (os, "replace", 1, True), (os, "replace", 7, False),
+           (os, "replace", 8, True), (os, "replace", 13, True), (train_script, "end_of_step", 1, False), (train_script, "evaluate", 1, False),
+           (train_script, "evaluate", 2, True), (os, "replace", 14, False), (os, "replace", 14, True)]
+
+
+def test_killed_at_every_kind_of_moment_and_resumed_a_run_ends_as_if_never_touched(tmp_path, capsys, signals):
+    """Before the first checkpoint, with half a checkpoint written, between checkpoint and log, in the final test, ..."""
+    flags = quick("copy", "--attn", "tra", "--steps", 12, "--log-every", 5, "--dropout", 0.2)
+    assert call(train_script, *flags, "--out", tmp_path / "untouched") == 0
+    for number, moment in enumerate(MOMENTS):
+        run = tmp_path / str(number)
+        pid = start(*flags, "--out", run, "--save-every", 0, prepare=lambda: die_at(*moment))
+        assert finish(pid) == -signal.SIGKILL, moment
+        assert call(train_script, *flags, *resumable(run)) == 0, moment
+        same_run(run, tmp_path / "untouched")
+
+
+def test_overwrite_that_is_killed_leaves_a_run_that_can_go_on(tmp_path, capsys, signals):
+    old, new = quick("copy", "--attn", "rope"), quick("copy", "--attn", "tra")
+    assert call(train_script, *new, "--out", tmp_path / "untouched") == 0
+    for moment in ((torch, "save", 1, False), (os, "replace", 1, True), (train_script, "end_of_step", 1, True), (os, "remove", 1, True)):
+        run = tmp_path / "run"
+        assert call(train_script, *old, "--out", run, "--overwrite") == 0
+        pid = start(*new, "--out", run, "--overwrite", prepare=lambda: die_at(*moment))
+        assert finish(pid) == -signal.SIGKILL, moment
+        if moment[1] == "save":                                         # the old run is still whole
+            assert call(train_script, *old, "--out", run, "--resume") == 0 and len(log(run)) == 3
+        else:
+            assert call(train_script, *new, "--out", run, "--resume") == 0
+            same_run(run, tmp_path / "untouched")
+
+
+@pytest.mark.parametrize("attn", ATTENTIONS)
+def test_stopped_by_a_signal_and_resumed_as_it_says_a_run_ends_the_same(tmp_path, monkeypatch, capsys, signals, attn):
+    flags = quick("copy", "--attn", attn, "--dropout", 0.3)
+    assert call(train_script, *flags, "--out", tmp_path / "untouched") == 0
+    learning_rate = train_script.learning_rate
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(train_script, "learning_rate", lambda step, args: (step == 2 and os.kill(os.getpid(), number), learning_rate(step, args))[1])
+            assert call(train_script, *flags, "--out", run) == 2
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1 and "stopped at step 3" in error
+        assert [row["step"] for row in log(run)] == [2] and not (run / "eval.json").exists()
+        assert call(train_script, *error.split("train.py")[1].split()) == 0
+        same_run(run, tmp_path / "untouched")
+
+
+def test_a_signal_in_the_final_test_and_a_second_one_at_any_time(tmp_path, monkeypatch, capsys, signals):
+    flags, interrupt = quick("copy", "--attn", "tra"), lambda *args: os.kill(os.getpid(), signal.SIGINT)
+    assert call(train_script, *flags, "--out", tmp_path / "untouched") == 0
+    evaluate, learning_rate = train_script.evaluate, train_script.learning_rate
+    monkeypatch.setattr(train_script, "evaluate", lambda *args: (interrupt(), evaluate(*args))[1])
+    assert call(train_script, *flags, "--out", tmp_path / "tested") == 2
+    assert "--resume" in capsys.readouterr().err and not (tmp_path / "tested" / "eval.json").exists()
+    monkeypatch.setattr(train_script, "evaluate", evaluate)
+    assert call(train_script, "--out", tmp_path / "tested", "--resume") == 0
+    same_run(tmp_path / "tested", tmp_path / "untouched")
+
+    monkeypatch.setattr(train_script, "learning_rate", lambda step, args: [interrupt(), interrupt()] if step == 2 else learning_rate(step, args))
+    assert finish(start(*flags, "--out", tmp_path / "twice", errors=tmp_path / "errors")) == -signal.SIGINT
+    assert (tmp_path / "errors").read_text() == ""
+    monkeypatch.setattr(train_script, "learning_rate", learning_rate)
+    assert call(train_script, "--out", tmp_path / "twice", "--resume") == 0
+    same_run(tmp_path / "twice", tmp_path / "untouched")
+
+
+@pytest.mark.parametrize("script, function", [(train_script, "seconds_per_step"), (eval_script, "load_checkpoint"), (tasks_script, "make_task")])
+def test_an_interrupt_outside_of_training_is_one_line(tmp_path, monkeypatch, capsys, script, function):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+    argv = {train_script: quick("copy", "--attn", "tra", "--out", tmp_path / "run"), eval_script: [tmp_path], tasks_script: ["--task", "copy"]}[script]
+    monkeypatch.setattr(script, function, interrupted)
+    assert call(script, *argv) == 2
+    assert capsys.readouterr().err == "error: interrupted\n" and not (tmp_path / "run").exists()
+
+
+def test_a_command_is_killed_then_stopped_then_ends(tmp_path):
+    """As a user would: a command, kill -9, --resume, Ctrl-C, the command that it names. On stderr nothing else, no warning of torch's either."""
+    def lines():
+        return (tmp_path / "run" / "log.jsonl").read_bytes().count(b"\n") if (tmp_path / "run" / "log.jsonl").exists() else 0
+
+    for flags, number in (([], signal.SIGKILL), (["--resume"], signal.SIGINT)):
+        words = [os.path.join(HERE, "train.py"), *map(str, quick("copy", "--attn", "tra", "--steps", 10**6, "--save-every", 0.01, "--out", "run")), *flags]
+        process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        before = lines()
+        while process.poll() is None and lines() < before + 5:
+            time.sleep(0.05)
+        process.send_signal(number)
+        error = process.communicate()[1]
+        assert (process.returncode, len(error.splitlines())) == ((-number, 0) if number == signal.SIGKILL else (2, 1)), error
+    step = int(re.fullmatch(r"error: stopped at step (\d+); to go on: python train.py --resume --out run\n", error)[1])
+    result = command(*error.split("python ")[1].split(), "--steps", step + 3, cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == ""
+    assert [row["step"] for row in log(tmp_path / "run")] == list(range(2, step + 4, 2))
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+CHANGED_FLAGS = [("--attn", "rope", "tra"), ("--task", "induct", "copy"), ("--length", 9, 6), ("--symbols", 7, 5), ("--pairs", 2, None), ("--n-layer", 2, 1),
+                 ("--n-embd", 32, 16), ("--lr", 0.5, 0.002), ("--batch", 8, 4), ("--seed", 1, 0), ("--dropout", 0.5, 0.01), ("--dtype", "bfloat16", "float32"),
+                 ("--scale", "paper", "laptop"), ("--no-sparse", False, True)]
+
+
+def test_resume_with_other_flags_names_the_flag_and_both_values(tmp_path, monkeypatch, capsys, signals):
+    run = tmp_path / "run"
+    monkeypatch.setitem(train_script.PRESETS["copy"]["laptop"], "lr", 0.002)
+    assert call(train_script, *quick("copy", "--attn", "tra", "--out", run)) == 0
+    before = files(run)
+    capsys.readouterr()
+    for flag, value, started in CHANGED_FLAGS:
+        assert call(train_script, "--resume", "--out", run, flag, *([] if value is False else [value])) == 2
+        error = capsys.readouterr().err
+        assert error == f"error: {flag.replace('no-', '')} is {value}, but {run} was started with {started}\n"
+    for flags in (["--steps", 5], ["--overwrite"]):
+        assert call(train_script, "--resume", "--out", run, *flags) == 2
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1 and flags[0] in error
+    assert files(run) == before
+
+
+def test_resume_may_repeat_the_flags_raise_the_steps_and_go_on_after_the_end(tmp_path, monkeypatch, capsys, signals):
+    run = tmp_path / "run"
+    flags = ["--task", "copy", *QUICK, "--attn", "tra", "--out", run, "--dtype", "auto"]
+    assert call(train_script, *flags) == 0
+    before = files(run)
+    sizes = TASKS["copy"].scales["laptop"]
+    monkeypatch.setitem(TASKS["copy"].scales, "laptop", {**sizes, "length": 99})        # a preset of a later version
+    assert call(train_script, *flags, "--resume") == 0 and call(train_script, "--resume", "--out", run) == 0
+    assert {path: data for path, data in files(run).items() if path.name != "ckpt.pt"} == {p: d for p, d in before.items() if p.name != "ckpt.pt"}
+    assert call(train_script, *flags[:-2], "--resume", "--steps", 11, "--log-every", 1, "--no-compile") == 0
+    rows = log(run)
+    assert [row["step"] for row in rows] == [2, 4, 6, 7, 8, 9, 10, 11]
+    args = torch.load(run / "ckpt.pt", weights_only=True)["args"]
+    assert args["steps"] == 11 and [row["lr"] for row in rows[3:]] == [train_script.learning_rate(step, args) for step in range(6, 11)]
+
+
+def test_a_folder_without_a_checkpoint_names_a_way_forward(tmp_path, capsys, signals):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "log.jsonl").write_text('{"step": 2}\n')
+    flags = quick("copy", "--attn", "tra", "--out", run)
+    assert call(train_script, *flags, "--resume") == 2 and "no run" in capsys.readouterr().err
+    assert call(train_script, *flags) == 2
+    error = capsys.readouterr().err
+    assert "--overwrite" in error and "--resume" not in error and (run / "log.jsonl").read_text() == '{"step": 2}\n'
+    assert call(train_script, *flags, "--overwrite") == 0 and len(log(run)) == 3
+
+
+def test_two_processes_do_not_train_into_one_folder(tmp_path, capsys, signals):
+    run, flags = tmp_path / "run", quick("copy", "--attn", "tra", "--steps", 10**6)
+    pid = start(*flags, "--out", run)
+    while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
+        time.sleep(0.01)
+    for argv in (["--resume"], ["--overwrite"]):
+        assert call(train_script, *flags, "--out", run, *argv) == 2
+        assert "another process" in capsys.readouterr().err
+    os.kill(pid, signal.SIGKILL)
+    assert finish(pid) == -signal.SIGKILL and log(run)
+
+
+@pytest.mark.parametrize("room, flags", [(1000, []), (25_000, ["--save-every", 0]), (25_000, ["--steps", 300, "--log-every", 1])],
+                         ids=["first checkpoint", "later checkpoint", "log"])
+def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(tmp_path, capsys, signals, room, flags):
+    """A limit on the size of files stands in for a full disk: the checkpoint at step 0 is smaller than 25,000 bytes, the later ones are larger."""
+    run = tmp_path / "run"
+    flags = quick("copy", "--attn", "tra", *flags)
+    assert call(train_script, *flags, "--out", tmp_path / "untouched") == 0
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    assert finish(start(*flags, "--out", run, errors=tmp_path / "errors", prepare=limit)) == 2
+    error = (tmp_path / "errors").read_text()
+    assert error == f"error: could not write to {run}: File too large; what was saved there before is untouched\n"
+    assert {path.name for path in run.iterdir()} == ({"log.jsonl"} if room == 1000 else {"ckpt.pt", "log.jsonl"})
+    assert call(train_script, *flags, *resumable(run)) == 0
+    same_run(run, tmp_path / "untouched")
+
+
+def test_a_full_disk_leaves_a_finished_run_as_it_is(tmp_path, capsys, signals):
+    run = tmp_path / "run"
+    assert call(train_script, *quick("copy", "--attn", "tra", "--out", run)) == 0
+    before = files(run)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    for flags in (["--resume"], ["--resume", "--steps", 9], ["--attn", "tra", "--task", "copy", "--overwrite"]):
+        assert finish(start("--out", run, *flags, errors=tmp_path / "errors", prepare=limit)) == 2
+        assert (tmp_path / "errors").read_text().count("\n") == 1 and files(run) == before
+
+
+def test_numbers_that_are_not_finite_stop_the_run_and_are_never_saved(tmp_path, monkeypatch, capsys, signals):
+    flags = quick("copy", "--attn", "tra", "--out", tmp_path / "run", "--save-every", 0)
+    wild = ["--lr", 100, "--weight-decay", 100, "--grad-clip", 0, "--steps", 60, "--warmup", 0]
+    assert call(train_script, *flags, *wild) == 2
+    error = capsys.readouterr().err
+    step = int(re.search(r"at step (\d+), learning rate [\d.]+e[+-]\d+: stopped", error)[1])
+    assert len(error.splitlines()) == 1 and torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)["step"] == step - 1
+    assert call(eval_script, tmp_path / "run") == 0                     # finite weights, however bad
+
+    def to_nan(optimizer, *args):
+        optimizer.param_groups[0]["params"][0].data[0, 0] = math.nan
+    original, calls = torch.optim.AdamW.step, []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (calls.append(0), to_nan(self) if len(calls) == 6 else original(self, *args))[1])
+    assert call(train_script, *flags, "--overwrite") == 2               # in the last update, which no loss comes after
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "not finite after step 6" in error
+    assert torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)["step"] == 5 and not (tmp_path / "run" / "eval.json").exists()
+
+
+class Evil:
+    """A pickle of it would, when it is read, make a folder."""
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def put(*keys, value):
+    """A change to a checkpoint: checkpoint[key][key]... = value, or of value(old)."""
+    def change(ckpt):
+        for key in keys[:-1]:
+            ckpt = ckpt[key]
+        ckpt[keys[-1]] = value(ckpt.get(keys[-1])) if callable(value) else value
+    return change
+
+
+def drop(*keys):
+    def change(ckpt):
+        for key in keys[:-1]:
+            ckpt = ckpt[key]
+        del ckpt[keys[-1]]
+    return change
+
+
+HEAD = ("model", "head.weight")
+BAD_FOR_ALL = {
+    "newer format": put("format", value=2), "format of a wrong type": put("format", value=torch.zeros(3)), "no format": drop("format"),
+    "no model": drop("model"), "no args": drop("args"), "no config": drop("config"), "no step": drop("step"), "step of a wrong type": put("step", value="4"),
+    "missing tensor": drop(*HEAD), "extra tensor": put("model", "extra", value=torch.zeros(1)), "list for model": put("model", value=[1]),
+    "wrong shape": put(*HEAD, value=torch.zeros(3, 3)), "transposed": put(*HEAD, value=lambda t: t.t().contiguous().t()),
+    "wrong type": put(*HEAD, value=lambda t: t.double()), "complex": put(*HEAD, value=lambda t: t * 1j), "whole numbers": put(*HEAD, value=lambda t: t.int()),
+    "sparse": put(*HEAD, value=lambda t: t.to_sparse()), "no memory behind it": put(*HEAD, value=lambda t: t.to("meta")),
+    "one number for all": put(*HEAD, value=lambda t: t[:1, :1].expand(t.shape)), "not a tensor": put(*HEAD, value="weights"),
+    "NaN": put(*HEAD, value=lambda t: t * math.nan), "infinite": put(*HEAD, value=lambda t: t + math.inf),
+    "unknown attention": put("config", "attn", value="none"), "other attention": put("config", "attn", value="rope"),
+    "unknown setting": put("config", "depth", value=3), "number as text": put("config", "n_layer", value="1"), "huge": put("config", "n_embd", value=10**30),
+    "many layers": put("config", "n_layer", value=10**9), "many tokens": put("config", "vocab_size", value=10**9), "not a choice": put("config", "sparse", value=[]),
+    "dropout as text": put("config", "dropout", value="0.1"), "unknown task": put("args", "task", value="none"), "task of a wrong type": put("args", "task", value=[1]),
+    "no task": drop("args", "task"), "unknown scale": put("args", "scale", value="tiny"), "other length": put("args", "length", value="four"),
+    "endless length": put("args", "length", value=10**12), "negative length": put("args", "length", value=-1), "other vocabulary": put("args", "symbols", value=9),
+    "size of another task": put("args", "pairs", value=3), "flags against config": put("args", "attn", value="fox"), "seed as text": put("args", "seed", value="zero"),
+}
+BAD_FOR_RESUME = {
+    "no optimizer": drop("optimizer"), "empty optimizer": put("optimizer", value={}), "optimizer of a wrong type": put("optimizer", value=3),
+    "no moments": put("optimizer", "state", value={}), "moments of a wrong type": put("optimizer", "state", 0, value=[1, 2]),
+    "moment of a wrong shape": put("optimizer", "state", 0, "exp_avg", value=torch.zeros(2)), "missing moment": drop("optimizer", "state", 0, "exp_avg_sq"),
+    "moment of a wrong type": put("optimizer", "state", 0, "exp_avg", value="x"), "other step": put("optimizer", "state", 0, "step", value=torch.tensor(-1.0)),
+    "no random state": drop("random"), "random state of a wrong type": put("random", "cpu", value="dice"), "short random state": put("random", "cpu", value=torch.zeros(3)),
+    "bad random state": put("random", "cpu", value=lambda t: torch.full_like(t, 255)), "no losses": drop("since_log"), "losses as text": put("since_log", value=["x"]),
+    "loss that is not finite": put("since_log", value=[math.nan]), "losses of a wrong type": put("since_log", value=torch.UntypedStorage(8)), "negative step": put("step", value=-1),
+    "later step": put("step", value=10**9), "other step than the optimizer's": put("step", value=5), "negative batch": put("args", "batch", value=-1),
+    "batch of a wrong type": put("args", "batch", value=[1]), "flag that is no switch": put("args", "batch", value=True), "lr as text": put("args", "lr", value="fast"),
+    "infinite lr": put("args", "lr", value=math.inf), "log every 0": put("args", "log_every", value=0), "other width": put("args", "n_embd", value=32),
+    "dtype of a wrong type": put("args", "dtype", value=torch.float32), "a tensor as a flag": put("args", "lr", value=torch.zeros(5, 5)),
+    "unknown device": put("args", "device", value="toaster"), "settings that do not fit": put("args", "n_head", value=3),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of four steps, to be copied and spoilt."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert call(train_script, *quick("copy", "--attn", "tra", "--steps", 4, "--log-every", 1, "--out", run)) == 0
+    return run
+
+
+def silently(capsys, script, *argv):
+    """Exit code and stderr of a script that may not warn."""
+    capsys.readouterr()
+    sys.stderr.reconfigure(errors="backslashreplace")                   # like the real one
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)                # as in a process that a user starts
+        code = call(script, *argv)
+    assert not warned, [str(w.message) for w in warned]
+    error = capsys.readouterr().err
+    assert code in (0, 2) and error.count("\n") == (code == 2), (code, error, argv)
+    return code, error
+
+
+@pytest.mark.parametrize("name", [*BAD_FOR_ALL, *BAD_FOR_RESUME])
+def test_checkpoints_that_do_not_hold_together_are_refused(tmp_path, capsys, signals, trained, name):
+    run = shutil.copytree(trained, tmp_path / "run")
+    ckpt = torch.load(run / "ckpt.pt", weights_only=True)
+    ({**BAD_FOR_ALL, **BAD_FOR_RESUME}[name])(ckpt)
+    torch.save(ckpt, run / "ckpt.pt")
+    before = files(run)
+    assert silently(capsys, train_script, "--resume", "--out", run)[0] == 2
+    assert silently(capsys, eval_script, run, "--examples", 1)[0] == (2 if name in BAD_FOR_ALL else 0)
+    assert files(run) == before
+
+
+def test_nothing_in_a_checkpoint_is_ever_run(tmp_path, capsys, signals, trained):
+    run, trap = shutil.copytree(trained, tmp_path / "run"), tmp_path / "trap"
+    whole = torch.load(run / "ckpt.pt", weights_only=True)
+    for spoil in (lambda file: torch.save({**whole, "extra": Evil(trap)}, file), lambda file: torch.save(Evil(trap), file), lambda file: pickle.dump(Evil(trap), file),
+                  lambda file: torch.save({**whole, "model": Evil(trap)}, file, _use_new_zipfile_serialization=False)):
+        with open(run / "ckpt.pt", "wb") as file:
+            spoil(file)
+        before = files(run)
+        for script, argv in ((train_script, ["--resume", "--out", run]), (eval_script, [run, "--examples", 1]), (eval_script, [run, "--mistakes", 1])):
+            assert silently(capsys, script, *argv)[0] == 2
+        assert files(run) == before and not trap.exists()
+    pickle.loads(pickle.dumps(Evil(trap)))
+    assert trap.exists()                                                # the trap does work
+
+
+BAD_VALUES = ["x", "", [], {}, None, True, -1, 10**400, 1e308, -0.5, math.nan, math.inf, [[[]]], {"a": {"b": 1}}, "a\nb", "\ud800", "\x1b[2J", ["x"], 3.5]
+
+
+def test_records_that_do_not_hold_together_are_refused_or_shown(tmp_path, capsys, trained):
+    run = shutil.copytree(trained, tmp_path / "run")
+    record = json.loads((run / "eval.json").read_text())
+    spoilt = [{k: v for k, v in record.items() if k != key} for key in record]
+    for value in BAD_VALUES:
+        spoilt += [value] + [{**record, key: value} for key in record]
+        spoilt += [{**record, "results": {**record["results"], "1x": value}}, {**record, "sizes": {"length": value}}]
+        spoilt += [{**record, "results": {value: 1.0}}, {**record, "sizes": {value: 1}}] if isinstance(value, str) else []
+    texts = [json.dumps(value) for value in spoilt] + ["", "{", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "\x00", json.dumps(record)[:-9], "9" * 10_000]
+    refused = 0
+    for text in texts:
+        (run / "eval.json").write_text(text)
+        for flags in ([], ["--json"]):
+            code, error = silently(capsys, eval_script, run, *flags)
+            assert code == 0 or "measures again" in error
+            refused += code == 2
+        assert (run / "eval.json").read_text() == text
+    assert refused > len(texts)
+    assert silently(capsys, eval_script, run, "--examples", 2)[0] == 0
+
+
+def test_a_log_of_garbage_does_not_stop_a_run(tmp_path, capsys, signals, trained):
+    """What is whole stays, what the checkpoint does not know of goes."""
+    line = lambda step: b'{"step": %d, "loss": 1.0}\n' % step
+    for number, (text, kept) in enumerate([
+            (line(2) + line(4) + b'{"step": 5, "lo', line(2) + line(4)), (line(2) + b"\xff\x00garbage\n" + line(4) + line(5), line(2) + b"\xff\x00garbage\n" + line(4)),
+            (b"[" * 10**6, b""), (b'{"step": "x"}\n{"step": NaN}\n[]\n7\n' + line(9), b""), (line(2) + b'{"step": 4}', line(2)), (b"\x00" * 100, b""), (b"", b"")]):
+        run = shutil.copytree(trained, tmp_path / str(number))
+        (run / "log.jsonl").write_bytes(text)
+        assert silently(capsys, train_script, "--resume", "--out", run, "--steps", 5)[0] == 0
+        lines = (run / "log.jsonl").read_bytes()
+        assert lines.startswith(kept) and [json.loads(line)["step"] for line in lines[len(kept):].splitlines()] == [5]
+
+
+def mutate(rng, data):
+    """Bytes flipped, overwritten, cut off, cut out, doubled or put in."""
+    data, at = bytearray(data), rng.randrange(max(1, len(data)))
+    kind = rng.randrange(6)
+    if kind == 0:
+        for _ in range(rng.choice((1, 1, 2, 8, 64))):
+            if data:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        data[at:at + rng.randrange(1, 40)] = rng.randbytes(rng.randrange(1, 40))
+    elif kind == 2:
+        del data[at:]
+    elif kind == 3:
+        del data[at:at + rng.randrange(1, 200)]
+    elif kind == 4:
+        data[at:at] = data[at:at + rng.randrange(1, 200)]
+    else:
+        data[at:at] = rng.choice((b"\x00", b"\n", b'"', b"{}", b"1e999", b"[" * 2000, b"-", b"\xff\xfe", b"\\ud800"))
+    return bytes(data)
+
+
+def mutate_inside(rng, data):
+    """A checkpoint is a zip: mutate one of its members, mostly the pickle, and pack it again, so that it is read that far."""
+    old, new = zipfile.ZipFile(io.BytesIO(data)), io.BytesIO()
+    chosen = rng.choice([name for name in old.namelist() if name.endswith(".pkl") or rng.random() < 0.1])
+    with zipfile.ZipFile(new, "w") as file:
+        for name in old.namelist():
+            file.writestr(name, mutate(rng, old.read(name)) if name == chosen else old.read(name))
+    return new.getvalue()
+
+
+WORDS = ["", "x", "-1", "0", "1", "2", "3", "0.5", "1e-3", "nan", "inf", "-inf", "1e999", "4294967296", "9" * 5000, "100001", "ü", "a\nb", "\udcff", "%s", "{}", "-", "--",
+         "auto", "laptop", "copy", "induct", "flipflop", "tra", "cope", "float32", "bfloat16", "cpu", "cpu:1", "cuda", "cuda:9", "meta", "mps", "xpu", "1x", "sparse", "run", "new",
+         "../run", "run/ckpt.pt", "/dev/null", "."]
+
+
+def random_command(rng, flags):
+    """A script's flags with random values, most of which make no sense."""
+    argv = []
+    for _ in range(rng.randrange(6)):
+        argv.append(rng.choice(flags))
+        argv += [rng.choice(WORDS)] * (rng.random() < 0.8)
+    return argv
+
+
+MUTATIONS = int(os.environ.get("MUTATIONS", 600))
+
+
+def test_mutated_files_and_command_lines_never_lose_anything(tmp_path, monkeypatch, capsys, signals, trained):
+    """MUTATIONS=20000 pytest -k mutated makes more of them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda file: None)                 # the disk is not what is tested
+    flags = {script: [word for word in re.findall(r"--[a-z0-9-]+", help_text(script, capsys)) if word not in ("--help", "--compile", "--no-compile")]
+             for script in (train_script, eval_script, tasks_script)}
+    rng, codes, whole = random.Random(5), [], {name: (trained / name).read_bytes() for name in DATA_FILES}
+    for number in range(MUTATIONS):
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+        run = shutil.copytree(trained, tmp_path / "run")
+        kind = rng.choice((*DATA_FILES, "command", "command"))
+        if kind == "command":
+            script = rng.choice((train_script, train_script, eval_script, tasks_script))
+            start = {train_script: rng.choice((["--resume", "--out", "run"], quick("copy", "--attn", "tra", "--steps", 2, "--examples", 1, "--out", rng.choice(("run", "new"))))),
+                     eval_script: ["run", "--examples", "1"], tasks_script: ["--task", "copy"]}[script]
+            argv = rng.choice((start, start, [])) + random_command(rng, flags[script])
+        else:
+            (run / kind).write_bytes((mutate_inside if kind == "ckpt.pt" and rng.random() < 0.5 else mutate)(rng, whole[kind]))
+            script, argv = rng.choice([(train_script, ["--resume", "--out", "run", "--steps", "5", "--examples", "1"]),
+                                       (eval_script, ["run", *rng.choice(([], ["--examples", "1"], ["--json"], ["--mistakes", "1"]))])])
+        before = files(tmp_path)
+        code, error = silently(capsys, script, *argv)
+        codes.append(code)
+        if script is not train_script or code == 2 and "stopped" not in error:
+            assert files(tmp_path) == before, (number, kind, argv, error)
+        elif (run / "ckpt.pt").exists():                                # training went on, perhaps to a loss that is not finite
+            assert silently(capsys, eval_script, "run", "--examples", "1")[0] == 0
+            assert not list(tmp_path.rglob("*.tmp")), (number, kind, argv, error)
+    assert min(codes.count(0), codes.count(2)) > MUTATIONS // 10
+
+
+def help_text(script, capsys):
+    capsys.readouterr()
+    assert call(script, "--help") == 0
+    return capsys.readouterr().out

@@ -5,6 +5,7 @@ Train any attention on any task, then measure it on sequences longer than it eve
     python train.py --attn rope --task flipflop --seed 1
     python train.py --attn tra --task copy --scale paper      # the paper's setting, for a GPU
     python train.py --attn tra --task copy --no-contextual    # TRA without its contextual distance
+    python train.py --attn tra --task copy --resume           # go on after Ctrl-C, a crash or a full disk, exactly where it was
 
 A run is a folder, out/{task}-{attn}-s{seed}/:
     ckpt.pt     config, weights, optimizer, random state, step, flags
@@ -12,9 +13,11 @@ A run is a folder, out/{task}-{attn}-s{seed}/:
     eval.json   the final table; eval.py reads it
 """
 
+import argparse
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -22,9 +25,9 @@ from dataclasses import asdict
 
 import torch
 
-from eval import FORMAT, evaluate, label, load_checkpoint, load_model, pick_device, record, table
+from eval import FORMAT, check_tensors, bad_checkpoint, evaluate, label, load_checkpoint, load_model, pick_device, record, table
 from model import ATTENTIONS, GPT, GPTConfig
-from tasks import TASKS, Parser, add_size_flags, fail, integer, make_task
+from tasks import TASKS, Parser, add_size_flags, fail, integer, make_task, script
 
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
 PRESETS = {
@@ -55,8 +58,8 @@ def number(low, high):
     return parse
 
 
-def parse_flags():
-    """The flags as a dict; None for those not given."""
+def parse_flags(words=None, run=None):
+    """The flags as a dict; None for those not given. The words come from the command line, or from a run's checkpoint."""
     parser = Parser(prog="train.py", description=__doc__, epilog="presets:\n" + "\n".join(
         f"  {task:9s} {scale:7s} " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in {**preset, **TASKS[task].scales[scale]}.items())
         for task, scales in PRESETS.items() for scale, preset in scales.items()))
@@ -67,20 +70,21 @@ def parse_flags():
     group.add_argument("--scale", choices=("auto", "laptop", "paper"), help="which preset; auto (default): paper with CUDA, else laptop")
     group.add_argument("--seed", type=integer(0), metavar="N", help=f"of the weights, the data and the dropout {told('seed')}")
     group.add_argument("--out", metavar="DIR", help="folder of the run (default out/{task}-{attn}-s{seed})")
-    group.add_argument("--resume", action="store_true", help="go on with the run in that folder; flags left out are as it was started")
-    group.add_argument("--overwrite", action="store_true", help="start anew, even if that folder holds a run")
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("--resume", action="store_true", help="go on with the run in that folder; flags left out are as it was started")
+    either.add_argument("--overwrite", action="store_true", help="start anew, even if that folder holds a run")
     group.add_argument("--examples", type=integer(1), metavar="N", help=f"of each test set, at the end {told('examples')}")
     group = parser.add_argument_group("size of the task (default: the preset's)")
     add_size_flags(group)
     group = parser.add_argument_group("model (sizes default to the preset's)")
-    group.add_argument("--n-layer", type=integer(1), metavar="N")
+    group.add_argument("--n-layer", type=integer(1, 1000), metavar="N")
     group.add_argument("--n-head", type=integer(1), metavar="N")
     group.add_argument("--n-embd", type=integer(1), metavar="N", help="width; divisible by --n-head")
     group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {told('dropout')}")
     group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: slowest turn {told('rope_theta')}")
     group.add_argument("--cope-npos", type=integer(1), metavar="N", help=f"CoPE: number of learned positions {told('cope_npos')}")
-    group.add_argument("--no-sparse", dest="sparse", action="store_const", const=False, help="TRA: leave every key in the softmax")
-    group.add_argument("--no-contextual", dest="contextual", action="store_const", const=False, help="TRA: count every key as distance")
+    group.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="TRA: irrelevant keys leave the softmax (default), or stay")
+    group.add_argument("--contextual", action=argparse.BooleanOptionalAction, help="TRA: distance counts relevant keys (default), or all")
     group = parser.add_argument_group("optimisation (AdamW; linear warm-up, then cosine decay to zero)")
     group.add_argument("--steps", type=integer(1), metavar="N", help="updates (default: the preset's)")
     group.add_argument("--batch", type=integer(1), metavar="N", help="sequences per update (default: the preset's)")
@@ -93,10 +97,12 @@ def parse_flags():
     group = parser.add_argument_group("machine")
     group.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, mps")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="auto (default): bfloat16 autocast on CUDA, else float32")
-    group.add_argument("--compile", action="store_const", const=True, help="torch.compile the training step (needs a C++ compiler, or Triton on CUDA)")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the training step (needs a C++ compiler, or Triton on CUDA)")
     group.add_argument("--log-every", type=integer(1), metavar="N", help=f"steps between lines of the log {told('log_every')}")
     group.add_argument("--save-every", type=number(0, 1e9), metavar="SECONDS", help=f"between checkpoints {told('save_every')}")
-    return vars(parser.parse_args())
+    if run:
+        parser.error = lambda message: bad_checkpoint(run, message)
+    return vars(parser.parse_args(words))
 
 
 def settings(given):
@@ -107,26 +113,32 @@ def settings(given):
             fail("--attn and --task are needed, for example: python train.py --attn tra --task copy")
         named = {**DEFAULTS, **{k: v for k, v in given.items() if v is not None}}
         out = os.path.join("out", f"{named['task']}-{label(named)}-s{named['seed']}")
-    if resume:
-        ckpt = load_checkpoint(out)
-        args = {**ckpt["args"]}
+    ckpt = load_checkpoint(out) if resume else None
+    if ckpt:
+        # A file can hold anything: its flags go through the parser as if they were typed.
+        kept = {name: ckpt["args"].get(name) for name in given}
+        started = parse_flags([f"--{'no-' if value is False else ''}{name.replace('_', '-')}" + ("" if isinstance(value, bool) else f"={value}")
+                               for name, value in kept.items() if value is not None], run=out)
         for name, value in given.items():
-            if value is not None and value != args.get(name):
-                if name not in FREE:
-                    fail(f"--{name.replace('_', '-')} is {value}, but {out} was started with {args.get(name)}")
-                args[name] = value
-        if args["steps"] < ckpt["step"]:
-            fail(f"--steps {args['steps']} is fewer than the {ckpt['step']} that {out} has done")
-        return out, args, ckpt
+            if value is None or value == "auto" and name not in FREE:
+                given[name] = started[name]
+            elif value != started[name] and name not in FREE:
+                fail(f"--{name.replace('_', '-')} is {value}, but {out} was started with {started[name]}")
     if not (given["attn"] and given["task"]):
         fail("--attn and --task are needed, for example: python train.py --attn tra --task copy")
-    held = [name for name in ("ckpt.pt", "log.jsonl", "eval.json") if os.path.exists(os.path.join(out, name))]
-    if held and not overwrite:
-        fail(f"{out} already holds a run ({', '.join(held)}): --resume goes on with it, --overwrite starts anew, --out goes elsewhere")
+    paths = {name: os.path.join(out, name) for name in ("ckpt.pt", "log.jsonl", "eval.json")}
+    held = [name for name, path in paths.items() if os.path.exists(path) and os.path.getsize(path)]
+    if held and not resume and not overwrite:
+        fail(f"{out} already holds a run ({', '.join(held)}): " + ("--resume goes on with it, " if "ckpt.pt" in held else "")
+             + "--overwrite starts anew, --out goes elsewhere")
     args = {**DEFAULTS, **{k: v for k, v in given.items() if v is not None}}
     if args["scale"] == "auto":
         args["scale"] = "paper" if torch.cuda.is_available() else "laptop"
-    return out, {**given, **DEFAULTS, **PRESETS[args["task"]][args["scale"]], **args}, None
+    # The task's sizes are written down too: a preset that changes later must not change a run that goes on.
+    args = {**given, **DEFAULTS, **PRESETS[args["task"]][args["scale"]], **TASKS[args["task"]].scales[args["scale"]], **args}
+    if ckpt and not 0 <= ckpt["step"] <= args["steps"]:
+        fail(f"--steps {args['steps']} is fewer than the {ckpt['step']} that {out} has done")
+    return out, args, ckpt
 
 
 def learning_rate(step, args):
@@ -148,46 +160,77 @@ def replace_file(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         if os.path.exists(temporary):
-            os.remove(temporary)
-        fail(f"could not write {path}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}; what was there before is untouched")
+            os.remove(temporary)                        # half a file on a full disk helps nobody
+        full = isinstance(error.__context__, OSError)   # torch.save makes a RuntimeError of a full disk
+        raise error.__context__ if full else error
 
 
-def random_states(device):
+def random_states(kind):
     """The generators that dropout draws from; the data needs none, being a function of seed and step."""
     states = {"cpu": torch.get_rng_state()}
-    if device != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state()
+    if kind != "cpu":
+        states[kind] = torch.get_device_module(kind).get_rng_state()
     return states
+
+
+def restore(ckpt, optimizer, kind):
+    """Put optimizer and random generators back where they were; raises if the checkpoint's do not fit."""
+    params, state = optimizer.param_groups[0]["params"], ckpt["optimizer"]["state"]
+    if type(state) is not dict or len(state) != (len(params) if ckpt["step"] else 0):
+        raise ValueError(f"the optimizer's state is not that of {len(params)} tensors")
+    for i, p in enumerate(params[:len(state)]):
+        check_tensors(state[i], {"step": torch.tensor(0.0), "exp_avg": p, "exp_avg_sq": p})
+        if state[i]["step"] != ckpt["step"]:
+            raise ValueError("optimizer and model are not from the same step")
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if type(ckpt["since_log"]) is not list or not all(type(loss) is float and math.isfinite(loss) for loss in ckpt["since_log"]):
+        raise ValueError("since_log is not a list of finite numbers")
+    torch.set_rng_state(ckpt["random"]["cpu"])
+    if kind != "cpu" and kind in ckpt["random"]:        # not, if the run comes from another kind of device
+        torch.get_device_module(kind).set_rng_state(ckpt["random"][kind])
 
 
 def clock(seconds):
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
-def log_lines(path, last_step):
-    """The lines of a log up to a step, without those that a killed run left unfinished."""
-    def step(line):
+def end_of_step(log, last_step):
+    """The byte where the log's last whole line up to a step ends. A killed run may have written more lines, or half a one."""
+    log.seek(0)
+    end = position = 0
+    for line in log:
+        position += len(line)
         try:
-            return json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            return math.inf
-    if last_step == 0 or not os.path.exists(path):
-        return []
-    with open(path, "rb") as file:
-        return [line for line in file if step(line) <= last_step]
+            if json.loads(line)["step"] <= last_step and line.endswith(b"\n"):
+                end = position
+        except Exception:       # a line can hold anything
+            pass
+    return end
 
 
-def seconds_per_step(model, get_batch, autocast):
-    """A few forward and backward passes on the clock, nothing updated."""
+def lock(file, out):
+    """Two processes that write one run would ruin it. The system ends the lock with the process, however that ends."""
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another process is training in {out}")
+    except (ImportError, OSError):                      # Windows; a file system without locks
+        pass
+
+
+def seconds_per_step(model, get_batch, parts, autocast):
+    """A few forward and backward passes on the clock, nothing updated. Of each batch one part: more may not fit into memory."""
     for step in range(5):
         if step == 1:           # the first one warms up
             start = time.perf_counter()
+        x, y = (tensor.chunk(parts) for tensor in get_batch(step))
         with autocast:
-            loss = model(*get_batch(step))[1]
+            loss = model(x[0], y[0])[1]
         loss.backward()
         loss.item()             # waits for a GPU
     model.zero_grad()
-    return (time.perf_counter() - start) / 4
+    return (time.perf_counter() - start) / 4 * len(x)
 
 
 def train(out, args, ckpt):
@@ -199,51 +242,52 @@ def train(out, args, ckpt):
     autocast = torch.autocast(kind, dtype=torch.bfloat16, enabled=args["dtype"] == "bfloat16")
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")      # TF32
+        torch.cuda.set_device(torch.zeros(1, device=device).device)     # its random state is then the one that is saved
 
     task = make_task(args["task"], args["scale"], length=args["length"], symbols=args["symbols"], pairs=args["pairs"])
     torch.manual_seed(args["seed"])
-    if ckpt:
-        model = load_model(out, ckpt)
-    else:
-        try:
-            model = GPT(GPTConfig(vocab_size=len(task.vocab), **{k: args[k] for k in (
-                "attn", "n_layer", "n_head", "n_embd", "dropout", "rope_theta", "cope_npos", "sparse", "contextual")}))
-        except ValueError as error:
-            fail(error)
+    try:
+        config = GPTConfig(vocab_size=len(task.vocab), **{k: args[k] for k in (
+            "attn", "n_layer", "n_head", "n_embd", "dropout", "rope_theta", "cope_npos", "sparse", "contextual")})
+    except ValueError as error:
+        fail(error)
+    model = load_model(out, ckpt) if ckpt else GPT(config)
+    if model.config != config:
+        bad_checkpoint(out, "flags and config are not the same")
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, args["beta2"]), weight_decay=args["weight_decay"])
     trained = torch.compile(model) if args["compile"] else model        # the same weights; evaluation uses the plain one
-
 
     def get_batch(step):
         x, y = task.batch("train", args["seed"], step, args["batch"])
         return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
     first = ckpt["step"] if ckpt else 0
-    seconds = seconds_per_step(model, get_batch, autocast) * (args["steps"] - first)
+    seconds = seconds_per_step(model, get_batch, args["accumulate"], autocast) * (args["steps"] - first)
     print(f"{args['task']} with {label(args)}, {args['scale']} scale, seed {args['seed']}: {sum(p.numel() for p in model.parameters()):,} "
           f"parameters, steps {first} to {args['steps']} of {args['batch']} sequences on {device} in {args['dtype']}, about {clock(seconds)} -> {out}")
     torch.manual_seed(args["seed"])
     since_log = []                                      # losses since the last line of the log
     if ckpt:
-        optimizer.load_state_dict(ckpt["optimizer"])
-        torch.set_rng_state(ckpt["random"]["cpu"])
-        if kind != "cpu":
-            torch.get_device_module(device).set_rng_state(ckpt["random"]["device"])
-        since_log = ckpt["since_log"]
+        try:
+            restore(ckpt, optimizer, kind)
+            since_log += ckpt["since_log"]
+        except Exception as error:                      # a damaged file can raise nearly anything
+            bad_checkpoint(out, error)
 
     os.makedirs(out, exist_ok=True)
     ckpt_path, log_path, eval_path = (os.path.join(out, name) for name in ("ckpt.pt", "log.jsonl", "eval.json"))
-    kept = log_lines(log_path, first)                   # of a resumed run: what came before its checkpoint
-    replace_file(log_path, lambda file: file.writelines(kept))
-    log = open(log_path, "a", encoding="utf-8")
+    log = open(log_path, "a+b")
+    lock(log, out)
 
     def save(step):
+        if not all(p.isfinite().all() for p in model.parameters()):
+            fail(f"weights that are not finite after step {step}: stopped; the last checkpoint in {out} is from before. Try a lower --lr")
         log.flush()
-        os.fsync(log.fileno())
+        os.fsync(log.fileno())                          # the log is never behind the checkpoint
         replace_file(ckpt_path, lambda file: torch.save({
             "format": FORMAT, "config": asdict(model.config), "model": model.state_dict(), "step": step, "args": args,
-            "optimizer": optimizer.state_dict(), "random": random_states(device), "since_log": since_log}, file))
+            "optimizer": optimizer.state_dict(), "random": random_states(kind), "since_log": since_log}, file))
 
     stopped = []                                        # the first Ctrl-C is heard between two steps, a second one at once
 
@@ -254,8 +298,14 @@ def train(out, args, ckpt):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ask_to_stop)
 
+    # From its first second on, a folder holds one run that can go on: a new checkpoint, then what does not belong to it goes.
+    save(first)
+    log.truncate(end_of_step(log, first))
+    if first < args["steps"] and os.path.exists(eval_path):
+        os.remove(eval_path)
+
     def leave(step):
-        fail(f"stopped at step {step}; to go on: python train.py --resume --out {out}")
+        fail(f"stopped at step {step}; to go on: python train.py --resume --out {shlex.quote(out)}")
 
     terminal = sys.stdout.isatty()
     start = saved = shown = time.perf_counter()
@@ -288,7 +338,8 @@ def train(out, args, ckpt):
         speed, left = tokens / (now - start), (now - start) / (done - first) * (args["steps"] - done)
         mean = sum(since_log) / len(since_log)
         if done % args["log_every"] == 0:
-            log.write(json.dumps({"step": done, "loss": mean, "lr": lr, "grad_norm": norm, "tokens_per_second": round(speed)}) + "\n")
+            row = {"step": done, "loss": mean, "lr": lr, "grad_norm": norm, "tokens_per_second": round(speed)}
+            log.write(json.dumps(row).encode() + b"\n")
             log.flush()
             since_log.clear()
         if terminal and now - shown > 0.2 or not since_log or done == args["steps"]:
@@ -297,10 +348,9 @@ def train(out, args, ckpt):
             shown = now
         if done == args["steps"] or stopped or now - saved > args["save_every"]:
             save(done)
-            saved = now
+            saved = time.perf_counter()
         if stopped:
             leave(done)
-    log.close()
 
     results = {}
     for split in list(task.splits)[1:]:
@@ -310,14 +360,19 @@ def train(out, args, ckpt):
             leave(args["steps"])
     found = record(args, task, args["examples"], results)
     replace_file(eval_path, lambda file: file.write((json.dumps(found, indent=1) + "\n").encode()))
+    log.close()                                         # and with it the lock
     print(f"trained and tested in {clock(time.perf_counter() - start)}".ljust(70) + "\n\n" + table([found]), end="")
 
 
+@script
 def main():
+    out, args, ckpt = settings(parse_flags())
     try:
-        train(*settings(parse_flags()))
+        train(out, args, ckpt)
+    except BrokenPipeError:     # stdout, not the disk
+        raise
     except OSError as error:
-        fail(error)
+        fail(f"could not write to {out}: {error.strerror or error}; what was saved there before is untouched")
 
 
 if __name__ == "__main__":
