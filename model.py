@@ -234,6 +234,7 @@ class GPTConfig:
     n_head: int = 4
     n_embd: int = 256
     dropout: float = 0.01
+    embd_std: float = 0.3           # of the token embeddings at the start
     rope_theta: float = 500_000.0
     cope_npos: int = 64
     sparse: bool = True             # TRA: keys with a score that is not positive leave the softmax
@@ -254,8 +255,9 @@ class GPTConfig:
             raise ValueError(f"RoPE turns pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
-        if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta must be positive, not {self.rope_theta}")
+        for name in ("embd_std", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
 
 class MLP(nn.Module):
@@ -295,7 +297,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        nn.init.normal_(self.embed.weight, std=0.3)      # large enough to stand out of the residual stream, small enough to move
+        nn.init.normal_(self.embed.weight, std=config.embd_std)
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, idx, targets=None, cache=None):

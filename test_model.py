@@ -361,7 +361,7 @@ def test_architecture_is_as_described():
 
 
 @pytest.mark.parametrize("bad", [dict(attn="none"), dict(n_embd=30, n_head=4), dict(attn="rope", n_embd=12, n_head=4), dict(n_layer=0),
-                                 dict(dropout=1.0), dict(dropout=-0.1), dict(vocab_size=0), dict(rope_theta=0.0), dict(n_embd=16.0)])
+                                 dict(dropout=1.0), dict(dropout=-0.1), dict(vocab_size=0), dict(rope_theta=0.0), dict(n_embd=16.0), dict(embd_std=-1.0)])
 def test_impossible_configs_are_refused(bad):
     with pytest.raises(ValueError):
         GPTConfig(**bad)
@@ -557,7 +557,7 @@ def test_every_attention_trains_on_every_task_and_twice_the_same(tmp_path, capsy
 def test_a_short_training_learns_flipflop_and_keeps_it_at_four_times_the_length(tmp_path, capsys):
     """About half a minute: with 24 instructions and 250 steps TRA is right nearly everywhere, at 96 instructions too."""
     assert call(train_script, "--attn", "tra", "--task", "flipflop", "--scale", "laptop", "--length", 24, "--n-layer", 2, "--n-embd", 64,
-                "--n-head", 4, "--steps", 250, "--lr", 0.002, "--beta2", 0.98, "--batch", 32, "--examples", 100, "--device", "cpu", "--out", tmp_path / "run") == 0
+                "--n-head", 4, "--steps", 250, "--lr", 0.002, "--beta2", 0.98, "--embd-std", 1, "--batch", 32, "--examples", 100, "--device", "cpu", "--out", tmp_path / "run") == 0
     results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
     assert min(results.values()) >= 0.95, results
     losses = [row["loss"] for row in log(tmp_path / "run")]
@@ -567,7 +567,7 @@ def test_a_short_training_learns_flipflop_and_keeps_it_at_four_times_the_length(
 def test_seeds_differ_and_settings_reach_the_model(tmp_path, capsys):
     runs = {"a": ["--seed", 0], "b": ["--seed", 1], "c": ["--no-sparse"], "d": ["--no-contextual"], "e": ["--dropout", 0.5], "f": ["--lr", 0.1],
             "g": ["--beta2", 0.5], "h": ["--weight-decay", 50], "i": ["--warmup", 1], "j": ["--grad-clip", 0.01], "k": ["--batch", 3],
-            "l": ["--symbols", 4], "m": ["--dtype", "bfloat16"]}
+            "l": ["--symbols", 4], "n": ["--embd-std", 1], "m": ["--dtype", "bfloat16"]}
     for name, flags in runs.items():
         assert call(train_script, *quick("copy", "--attn", "tra", "--out", tmp_path / name, *flags)) == 0
     sums = {name: float(weights(tmp_path / name)["blocks.0.mlp.up.weight"].double().sum()) for name in runs}

@@ -31,7 +31,7 @@ from tasks import TASKS, Parser, add_size_flags, fail, integer, make_task, scrip
 
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
 PRESETS = {
-    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, batch=32, lr=2e-3, beta2=0.98, steps=300),
+    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=400),
                  "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=64, lr=1e-4, steps=25_000)},
     "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
              "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)},
@@ -42,7 +42,7 @@ PRESETS = {
 }
 DEFAULTS = dict(scale="auto", seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.05, grad_clip=1.0, examples=500,
                 device="auto", dtype="auto", compile=False, log_every=50, save_every=60.0,
-                **{name: getattr(GPTConfig, name) for name in ("dropout", "rope_theta", "cope_npos", "sparse", "contextual")})
+                **{name: getattr(GPTConfig, name) for name in ("dropout", "embd_std", "rope_theta", "cope_npos", "sparse", "contextual")})
 # A resumed run may change these; everything else stays as it was started.
 FREE = ("steps", "examples", "device", "compile", "log_every", "save_every")
 
@@ -81,6 +81,7 @@ def parse_flags(words=None, run=None):
     group.add_argument("--n-head", type=integer(1), metavar="N")
     group.add_argument("--n-embd", type=integer(1), metavar="N", help="width; divisible by --n-head")
     group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {told('dropout')}")
+    group.add_argument("--embd-std", type=number(1e-6, 1e3), metavar="X", help=f"of the token embeddings at the start {told('embd_std')}, or the preset's")
     group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: slowest turn {told('rope_theta')}")
     group.add_argument("--cope-npos", type=integer(1), metavar="N", help=f"CoPE: number of learned positions {told('cope_npos')}")
     group.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="TRA: irrelevant keys leave the softmax (default), or stay")
@@ -248,7 +249,7 @@ def train(out, args, ckpt):
     torch.manual_seed(args["seed"])
     try:
         config = GPTConfig(vocab_size=len(task.vocab), **{k: args[k] for k in (
-            "attn", "n_layer", "n_head", "n_embd", "dropout", "rope_theta", "cope_npos", "sparse", "contextual")})
+            "attn", "n_layer", "n_head", "n_embd", "dropout", "embd_std", "rope_theta", "cope_npos", "sparse", "contextual")})
     except ValueError as error:
         fail(error)
     model = load_model(out, ckpt) if ckpt else GPT(config)
