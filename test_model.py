@@ -576,6 +576,17 @@ def test_seeds_differ_and_settings_reach_the_model(tmp_path, capsys):
     assert config["sparse"] is False and config["contextual"] is True
 
 
+def test_flags_beat_presets_and_presets_beat_defaults(tmp_path):
+    flags = lambda *words: train_script.settings(train_script.parse_flags([*words, "--attn", "tra", "--out", str(tmp_path / "none")]))[1]
+    args = flags("--task", "flipflop", "--scale", "laptop", "--steps", "7")
+    preset = train_script.PRESETS["flipflop"]["laptop"]
+    assert args["steps"] == 7 and args["embd_std"] == preset["embd_std"] != GPTConfig.embd_std and args["length"] == 64
+    assert {**args, "steps": preset["steps"]}.items() >= preset.items() and args["dropout"] == GPTConfig.dropout
+    paper = flags("--task", "copy", "--scale", "paper")
+    assert (paper["n_layer"], paper["n_embd"], paper["batch"], paper["length"], paper["dropout"]) == (4, 256, 128, 50, 0.01)
+    assert flags("--task", "copy")["scale"] == flags("--task", "copy", "--scale", "auto")["scale"] in ("laptop", "paper")
+
+
 def test_accumulation_and_logging_do_not_change_the_training(tmp_path, capsys):
     runs = {"whole": [], "parts": ["--accumulate", 4], "uneven": ["--accumulate", 3], "logs": ["--log-every", 5]}
     for name, flags in runs.items():

@@ -30,17 +30,18 @@ from model import ATTENTIONS, GPT, GPTConfig
 from tasks import TASKS, Parser, add_size_flags, fail, integer, make_task, script
 
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
+MINI = dict(n_layer=4, n_head=4, n_embd=256)            # the paper's model for synthetic tasks
 PRESETS = {
-    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=400),
-                 "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=64, lr=1e-4, steps=25_000)},
-    "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
-             "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)},
-    "induct": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=5000),
-               "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)},
-    "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=6000),
-                 "paper": dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)},
+    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, steps=400),
+                 "paper": dict(MINI, batch=64, lr=1e-4, steps=25_000)},
+    "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=9000),
+             "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
+    "induct": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=5000),
+               "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
+    "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, steps=6000),
+                 "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
 }
-DEFAULTS = dict(scale="auto", seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.05, grad_clip=1.0, examples=500,
+DEFAULTS = dict(seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.05, grad_clip=1.0, examples=500,
                 device="auto", dtype="auto", compile=False, log_every=50, save_every=60.0,
                 **{name: getattr(GPTConfig, name) for name in ("dropout", "embd_std", "rope_theta", "cope_npos", "sparse", "contextual")})
 # A resumed run may change these; everything else stays as it was started.
@@ -132,11 +133,11 @@ def settings(given):
     if held and not resume and not overwrite:
         fail(f"{out} already holds a run ({', '.join(held)}): " + ("--resume goes on with it, " if "ckpt.pt" in held else "")
              + "--overwrite starts anew, --out goes elsewhere")
-    args = {**DEFAULTS, **{k: v for k, v in given.items() if v is not None}}
-    if args["scale"] == "auto":
-        args["scale"] = "paper" if torch.cuda.is_available() else "laptop"
+    if given["scale"] in (None, "auto"):
+        given["scale"] = "paper" if torch.cuda.is_available() else "laptop"
     # The task's sizes are written down too: a preset that changes later must not change a run that goes on.
-    args = {**given, **DEFAULTS, **PRESETS[args["task"]][args["scale"]], **TASKS[args["task"]].scales[args["scale"]], **args}
+    args = {**given, **DEFAULTS, **PRESETS[given["task"]][given["scale"]], **TASKS[given["task"]].scales[given["scale"]],
+            **{name: value for name, value in given.items() if value is not None}}
     if ckpt and not 0 <= ckpt["step"] <= args["steps"]:
         fail(f"--steps {args['steps']} is fewer than the {ckpt['step']} that {out} has done")
     return out, args, ckpt
