@@ -314,23 +314,25 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continue idx (B, T) by max_new_tokens, one at a time; temperature 0 always takes the likeliest token."""
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Yield new tokens (B, 1) that continue idx (B, T), one at a time; temperature 0 always takes the likeliest."""
         was_training = self.training
         self.eval()
         cache = [{} for _ in self.blocks]
-        new = idx
         for _ in range(max_new_tokens):
-            logits = self(new, cache=cache)[0][:, -1].float()                               # (B, V)
+            logits = self(idx, cache=cache)[0][:, -1].float()                               # (B, V)
             if top_k is not None:
                 logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
             if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)                                       # (B, 1)
+                idx = logits.argmax(-1, keepdim=True)                                       # (B, 1)
             else:
-                new = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)
-            idx = torch.cat((idx, new), dim=1)
+                idx = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)
+            yield idx
         self.train(was_training)
-        return idx
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """idx (B, T) and what continues it, (B, T + max_new_tokens)."""
+        return torch.cat((idx, *self.stream(idx, max_new_tokens, temperature, top_k)), dim=1)
 
 
 def worked_example():

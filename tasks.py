@@ -76,6 +76,17 @@ def integer(low, high=2**32 - 1):
     return parse
 
 
+def number(low, high):
+    """An argparse type: a finite number from low to high."""
+    def parse(text):
+        value = float(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+    parse.__name__ = f"number from {low:g} to {high:g}"     # argparse names the type in its message
+    return parse
+
+
 SYMBOLS = list(string.ascii_lowercase + string.ascii_uppercase + string.digits)
 
 
@@ -96,9 +107,19 @@ class Task:
 
     least = {}
 
+    metric = "exact match"
+
     @property
     def name(self):
         return type(self).__name__.lower()
+
+    @property
+    def vocab_size(self):
+        return len(self.vocab)
+
+    @property
+    def sizes(self):
+        return vars(self)
 
     def batch(self, split, seed, step, size):
         rng = np.random.default_rng([list(self.splits).index(split), seed, step])

@@ -25,9 +25,10 @@ from dataclasses import asdict
 
 import torch
 
-from eval import FORMAT, check_tensors, bad_checkpoint, evaluate, label, load_checkpoint, load_model, pick_device, record, table
+from eval import (FORMAT, bad_checkpoint, check_tensors, evaluate, label, load_checkpoint, load_model, open_task, pick_device, record, table,
+                  validate)
 from model import ATTENTIONS, GPT, GPTConfig
-from tasks import TASKS, Parser, add_size_flags, fail, integer, make_task, script
+from tasks import TASKS, Parser, add_size_flags, fail, integer, number, script
 
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
 MINI = dict(n_layer=4, n_head=4, n_embd=256)            # the paper's model for synthetic tasks
@@ -40,43 +41,43 @@ PRESETS = {
                "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
     "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, steps=6000),
                  "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
+    "wikitext": {"laptop": dict(n_layer=4, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=800, data="data/wikitext-103-byte", window=128,
+                                eval_every=100, examples=131_072),
+                 "paper": dict(n_layer=8, n_head=8, n_embd=512, batch=64, lr=1e-4, steps=100_000, data="data/wikitext-103", window=128,
+                               eval_every=1000, examples=2**32 - 1)},
 }
 DEFAULTS = dict(seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.05, grad_clip=1.0, examples=500,
-                device="auto", dtype="auto", compile=False, log_every=50, save_every=60.0,
+                device="auto", dtype="auto", compile=False, log_every=50, eval_every=0, save_every=60.0,
                 **{name: getattr(GPTConfig, name) for name in ("dropout", "embd_std", "rope_theta", "cope_npos", "sparse", "contextual")})
 # A resumed run may change these; everything else stays as it was started.
-FREE = ("steps", "examples", "device", "compile", "log_every", "save_every")
+FREE = ("steps", "examples", "device", "compile", "log_every", "eval_every", "save_every")
 
 
-def number(low, high):
-    """An argparse type: a finite number from low to high."""
-    def parse(text):
-        value = float(text)
-        if not low <= value <= high:
-            raise ValueError
-        return value
-    parse.__name__ = f"number from {low:g} to {high:g}"     # argparse names the type in its message
-    return parse
+def sizes_of(task, scale):
+    """The sizes of a synthetic task; those of a text are in its preset."""
+    return TASKS[task].scales[scale] if task in TASKS else {}
 
 
 def parse_flags(words=None, run=None):
     """The flags as a dict; None for those not given. The words come from the command line, or from a run's checkpoint."""
     parser = Parser(prog="train.py", description=__doc__, epilog="presets:\n" + "\n".join(
-        f"  {task:9s} {scale:7s} " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in {**preset, **TASKS[task].scales[scale]}.items())
+        f"  {task:9s} {scale:7s} " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in {**preset, **sizes_of(task, scale)}.items())
         for task, scales in PRESETS.items() for scale, preset in scales.items()))
     told = lambda name: f"(default {DEFAULTS[name]})"
     group = parser.add_argument_group("experiment")
     group.add_argument("--attn", choices=ATTENTIONS, help="the attention to train")
-    group.add_argument("--task", choices=TASKS, help="what to train it on; see python tasks.py --task NAME")
+    group.add_argument("--task", choices=PRESETS, help="what to train it on; see python tasks.py --task NAME, and for wikitext python data.py --help")
     group.add_argument("--scale", choices=("auto", "laptop", "paper"), help="which preset; auto (default): paper with CUDA, else laptop")
     group.add_argument("--seed", type=integer(0), metavar="N", help=f"of the weights, the data and the dropout {told('seed')}")
     group.add_argument("--out", metavar="DIR", help="folder of the run (default out/{task}-{attn}-s{seed})")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--resume", action="store_true", help="go on with the run in that folder; flags left out are as it was started")
     either.add_argument("--overwrite", action="store_true", help="start anew, even if that folder holds a run")
-    group.add_argument("--examples", type=integer(1), metavar="N", help=f"of each test set, at the end {told('examples')}")
+    group.add_argument("--examples", type=integer(1), metavar="N", help=f"of each test set, or tokens of the test text {told('examples')}, or the preset's")
     group = parser.add_argument_group("size of the task (default: the preset's)")
     add_size_flags(group)
+    group.add_argument("--data", metavar="DIR", help="wikitext: a folder that data.py prepared")
+    group.add_argument("--window", type=integer(1, 2**20), metavar="N", help="wikitext: tokens in a training sequence")
     group = parser.add_argument_group("model (sizes default to the preset's)")
     group.add_argument("--n-layer", type=integer(1, 1000), metavar="N")
     group.add_argument("--n-head", type=integer(1), metavar="N")
@@ -101,6 +102,8 @@ def parse_flags(words=None, run=None):
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="auto (default): bfloat16 autocast on CUDA, else float32")
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the training step (needs a C++ compiler, or Triton on CUDA)")
     group.add_argument("--log-every", type=integer(1), metavar="N", help=f"steps between lines of the log {told('log_every')}")
+    group.add_argument("--eval-every", type=integer(0), metavar="N", help="steps between validations: loss on the validation text, or exact match on 100 "
+                       f"examples of the first test set; 0: none {told('eval_every')}, or the preset's")
     group.add_argument("--save-every", type=number(0, 1e9), metavar="SECONDS", help=f"between checkpoints {told('save_every')}")
     if run:
         parser.error = lambda message: bad_checkpoint(run, message)
@@ -136,7 +139,7 @@ def settings(given):
     if given["scale"] in (None, "auto"):
         given["scale"] = "paper" if torch.cuda.is_available() else "laptop"
     # The task's sizes are written down too: a preset that changes later must not change a run that goes on.
-    args = {**given, **DEFAULTS, **PRESETS[given["task"]][given["scale"]], **TASKS[given["task"]].scales[given["scale"]],
+    args = {**given, **DEFAULTS, **PRESETS[given["task"]][given["scale"]], **sizes_of(given["task"], given["scale"]),
             **{name: value for name, value in given.items() if value is not None}}
     if ckpt and not 0 <= ckpt["step"] <= args["steps"]:
         fail(f"--steps {args['steps']} is fewer than the {ckpt['step']} that {out} has done")
@@ -246,10 +249,10 @@ def train(out, args, ckpt):
         torch.set_float32_matmul_precision("high")      # TF32
         torch.cuda.set_device(torch.zeros(1, device=device).device)     # its random state is then the one that is saved
 
-    task = make_task(args["task"], args["scale"], length=args["length"], symbols=args["symbols"], pairs=args["pairs"])
+    task = open_task(args)
     torch.manual_seed(args["seed"])
     try:
-        config = GPTConfig(vocab_size=len(task.vocab), **{k: args[k] for k in (
+        config = GPTConfig(vocab_size=task.vocab_size, **{k: args[k] for k in (
             "attn", "n_layer", "n_head", "n_embd", "dropout", "embd_std", "rope_theta", "cope_npos", "sparse", "contextual")})
     except ValueError as error:
         fail(error)
@@ -311,7 +314,12 @@ def train(out, args, ckpt):
 
     terminal = sys.stdout.isatty()
     start = saved = shown = time.perf_counter()
-    tokens = 0
+    tokens, checked = 0, ""
+
+    def write_log(**row):
+        log.write(json.dumps(row).encode() + b"\n")
+        log.flush()
+
     for step in range(first, args["steps"]):
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
@@ -332,7 +340,7 @@ def train(out, args, ckpt):
         optimizer.step()
         optimizer.zero_grad()
 
-        # once in a while: log, show, save
+        # once in a while: log, validate, show, save
         done = step + 1
         tokens += x.numel()
         since_log.append(loss)
@@ -340,12 +348,15 @@ def train(out, args, ckpt):
         speed, left = tokens / (now - start), (now - start) / (done - first) * (args["steps"] - done)
         mean = sum(since_log) / len(since_log)
         if done % args["log_every"] == 0:
-            row = {"step": done, "loss": mean, "lr": lr, "grad_norm": norm, "tokens_per_second": round(speed)}
-            log.write(json.dumps(row).encode() + b"\n")
-            log.flush()
+            write_log(step=done, loss=mean, lr=lr, grad_norm=norm, tokens_per_second=round(speed))
             since_log.clear()
+        if args["eval_every"] and done % args["eval_every"] == 0:
+            name, value = validate(model, task, device)
+            model.train()
+            write_log(**{"step": done, name: value})
+            checked = f"  {name} {value:.4f}"
         if terminal and now - shown > 0.2 or not since_log or done == args["steps"]:
-            print(f"step {done}/{args['steps']}  loss {mean:.4f}  {speed:,.0f} tokens/s  {clock(left)} left",
+            print(f"step {done}/{args['steps']}  loss {mean:.4f}{checked}  {speed:,.0f} tokens/s  {clock(left)} left",
                   end="   \r" if terminal else "\n", flush=True)
             shown = now
         if done == args["steps"] or stopped or now - saved > args["save_every"]:
