@@ -17,6 +17,7 @@ import pickle
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -1278,12 +1279,19 @@ def test_every_command_of_the_readme_runs(tmp_path):
     """In a process of its own, one after the other, made small; so does what follows a command, such as eval.py on its run."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
     lines = [line.split("#")[0].split("&&")[-1].strip() for block in blocks for line in block.splitlines()]
-    commands = [line.split()[1:] for line in lines if line.startswith("python ")]
-    assert {words[0] for words in commands} >= {"model.py", "tasks.py", "train.py", "eval.py"} and len(commands) > 12
-    small = ["--steps", "2", "--examples", "2", "--batch", "2", "--n-layer", "1", "--n-embd", "16", "--n-head", "2", "--length", "4", "--device", "cpu"]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("python ")]
+    assert {words[0] for words in commands} >= {"model.py", "tasks.py", "data.py", "train.py", "eval.py"} and len(commands) > 12
+    small = ["--steps", "2", "--examples", "2", "--batch", "2", "--n-layer", "1", "--n-embd", "16", "--n-head", "2", "--device", "cpu"]
+    (tmp_path / "text.txt").write_text("a small text . \n" * 300)
     for words in commands:
         if words[0] == "train.py":
-            words[1:] = [w for w in words[1:] if w != "--compile"] + small + ([] if "--resume" in words else ["--overwrite"])
+            words[1:] = [w for w in words[1:] if w != "--compile"] + small
+            words += ["--window", "4", "--data", "data/wikitext-103-byte"] if "wikitext" in words else ["--length", "4"]
+            words += [] if "--resume" in words else ["--overwrite"]
+        if words[0] == "data.py" and "--from" not in words:             # what would be fetched
+            words[1:] = ["--tokenizer", "byte", "--from", "text.txt"]
+        if words[0] == "eval.py":
+            words += ["--device", "cpu"]
     driver = """
 import glob, json, runpy, sys
 folder, commands = sys.argv[1], json.loads(sys.argv[2])
