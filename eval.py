@@ -35,7 +35,7 @@ from tasks import Parser, fail, integer, make_task, number, script, show
 
 FORMAT = 1                      # of ckpt.pt
 TEST_SEED = 0                   # every run meets the same test examples
-TOKENS_PER_BATCH = 8_192       # memory in evaluation: tokens, not sequences
+TOKENS_PER_BATCH = 8_192        # memory in evaluation: tokens, not sequences
 
 
 def predictions(model, task, split, examples, device):

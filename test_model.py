@@ -1248,6 +1248,19 @@ def test_a_prompt_is_continued_also_past_the_window_and_by_the_seed(tmp_path, ca
     assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4]
 
 
+def test_a_run_does_not_go_on_with_another_text(tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("something else . \n" * 300)
+    data_script.prepare(tmp_path / "other.txt", tmp_path / "other", "byte", 1)
+    shutil.copytree(SMALL["wikitext"]["data"], tmp_path / "data")
+    flags = [*quick("wikitext", "--attn", "tra", "--out", tmp_path / "run"), "--data", tmp_path / "data"]
+    assert call(train_script, *flags) == 0
+    shutil.rmtree(tmp_path / "data")
+    os.rename(tmp_path / "other", tmp_path / "data")
+    capsys.readouterr()
+    assert call(train_script, *flags, "--resume") == 2
+    assert "was trained on" in capsys.readouterr().err
+
+
 def test_wikitext_with_wrong_flags_or_files_gets_one_line(tmp_path, capsys, prepared):
     run = tmp_path / "run"
     assert call(train_script, *quick("wikitext", "--attn", "tra", "--out", run)) == 0

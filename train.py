@@ -250,6 +250,8 @@ def train(out, args, ckpt):
         torch.cuda.set_device(torch.zeros(1, device=device).device)     # its random state is then the one that is saved
 
     task = open_task(args)
+    if ckpt and ckpt.get("sizes") != task.sizes:
+        fail(f"{out} was trained on {ckpt.get('sizes')}, and now there is {task.sizes}")
     torch.manual_seed(args["seed"])
     try:
         config = GPTConfig(vocab_size=task.vocab_size, **{k: args[k] for k in (
@@ -291,7 +293,7 @@ def train(out, args, ckpt):
         log.flush()
         os.fsync(log.fileno())                          # the log is never behind the checkpoint
         replace_file(ckpt_path, lambda file: torch.save({
-            "format": FORMAT, "config": asdict(model.config), "model": model.state_dict(), "step": step, "args": args,
+            "format": FORMAT, "config": asdict(model.config), "model": model.state_dict(), "step": step, "args": args, "sizes": task.sizes,
             "optimizer": optimizer.state_dict(), "random": random_states(kind), "since_log": since_log}, file))
 
     stopped = []                                        # the first Ctrl-C is heard between two steps, a second one at once
