@@ -1477,6 +1477,7 @@ def test_stopped_by_a_signal_and_resumed_as_it_says_a_run_ends_the_same(tmp_path
         error = capsys.readouterr().err
         assert len(error.splitlines()) == 1 and "stopped at step 3" in error
         assert [row["step"] for row in log(run)] == [2] and not (run / "eval.json").exists()
+        assert torch.load(run / "ckpt.pt", weights_only=True)["step"] == 3
         assert call(train_script, *error.split("train.py")[1].split()) == 0
         same_run(run, tmp_path / "untouched")
 
@@ -1586,19 +1587,22 @@ def test_a_folder_without_a_checkpoint_names_a_way_forward(tmp_path, capsys, sig
 
 
 def test_two_processes_do_not_train_into_one_folder(tmp_path, capsys, signals):
-    run, flags = tmp_path / "run", quick("copy", "--attn", "tra", "--steps", 10**6)
-    pid = start(*flags, "--out", run)
-    while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
-        time.sleep(0.01)
-    for argv in (["--resume"], ["--overwrite"]):
-        assert call(train_script, *flags, "--out", run, *argv) == 2
-        assert "another process" in capsys.readouterr().err
-    os.kill(pid, signal.SIGKILL)
-    assert finish(pid) == -signal.SIGKILL and log(run)
+    run, flags = tmp_path / "run", quick("copy", "--attn", "tra")
+    pid = start(*flags, "--out", run, "--steps", 10**6)
+    try:
+        while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
+            time.sleep(0.01)
+        for flag in ("--resume", "--overwrite"):
+            assert call(train_script, *flags, "--out", run, flag) == 2
+            assert "another process" in capsys.readouterr().err
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        finish(pid)
+    assert call(train_script, *flags, "--out", run, "--overwrite") == 0
 
 
-@pytest.mark.parametrize("room, flags", [(1000, []), (25_000, ["--save-every", 0]), (25_000, ["--steps", 300, "--log-every", 1])],
-                         ids=["first checkpoint", "later checkpoint", "log"])
+@pytest.mark.parametrize("room, flags", [(1000, []), (100_000, ["--n-embd", 128]), (25_000, ["--save-every", 0]), (25_000, ["--steps", 300, "--log-every", 1])],
+                         ids=["first checkpoint", "large tensor", "later checkpoint", "log"])
 def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(tmp_path, capsys, signals, room, flags):
     """A limit on the size of files stands in for a full disk: the checkpoint at step 0 is smaller than 25,000 bytes, the later ones are larger."""
     run = tmp_path / "run"
@@ -1608,7 +1612,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(tmp_path, capsys, s
     assert finish(start(*flags, "--out", run, errors=tmp_path / "errors", prepare=limit)) == 2
     error = (tmp_path / "errors").read_text()
     assert error == f"error: could not write to {run}: File too large; what was saved there before is untouched\n"
-    assert {path.name for path in run.iterdir()} == ({"log.jsonl"} if room == 1000 else {"ckpt.pt", "log.jsonl"})
+    assert {path.name for path in run.iterdir()} == ({"log.jsonl"} if room != 25_000 else {"ckpt.pt", "log.jsonl"})
     assert call(train_script, *flags, *resumable(run)) == 0
     same_run(run, tmp_path / "untouched")
 
