@@ -41,7 +41,7 @@ PRESETS = {
                "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
     "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=64, lr=2e-3, steps=7000),
                  "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
-    "wikitext": {"laptop": dict(n_layer=4, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=800, data="data/wikitext-103-byte", window=128,
+    "wikitext": {"laptop": dict(n_layer=4, n_head=4, n_embd=128, batch=32, lr=1e-3, steps=800, data="data/wikitext-103-byte", window=128,
                                 eval_every=100, examples=131_072),
                  "paper": dict(n_layer=8, n_head=8, n_embd=512, batch=64, lr=1e-4, steps=100_000, data="data/wikitext-103", window=128,
                                eval_every=1000, examples=2**32 - 1)},
