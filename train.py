@@ -33,7 +33,7 @@ from tasks import TASKS, Parser, add_size_flags, fail, integer, number, script
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
 MINI = dict(n_layer=4, n_head=4, n_embd=256)            # the paper's model for synthetic tasks
 PRESETS = {
-    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=400),
+    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=500),
                  "paper": dict(MINI, batch=64, lr=1e-4, steps=25_000)},
     "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=9000),
              "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
@@ -79,8 +79,8 @@ def parse_flags(words=None, run=None):
     group.add_argument("--data", metavar="DIR", help="wikitext: a folder that data.py prepared")
     group.add_argument("--window", type=integer(1, 2**20), metavar="N", help="wikitext: tokens in a training sequence")
     group = parser.add_argument_group("model (sizes default to the preset's)")
-    group.add_argument("--n-layer", type=integer(1, 1000), metavar="N")
-    group.add_argument("--n-head", type=integer(1), metavar="N")
+    group.add_argument("--n-layer", type=integer(1, 1000), metavar="N", help="blocks")
+    group.add_argument("--n-head", type=integer(1), metavar="N", help="attention heads in each")
     group.add_argument("--n-embd", type=integer(1), metavar="N", help="width; divisible by --n-head")
     group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {told('dropout')}")
     group.add_argument("--embd-std", type=number(1e-6, 1e3), metavar="X", help=f"of the token embeddings at the start {told('embd_std')}, or the preset's")
