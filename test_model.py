@@ -1840,23 +1840,31 @@ def random_command(rng, flags):
 MUTATIONS = int(os.environ.get("MUTATIONS", 600))
 
 
-def test_mutated_files_and_command_lines_never_lose_anything(tmp_path, monkeypatch, capsys, signals, trained):
+def test_mutated_files_and_command_lines_never_lose_anything(tmp_path, monkeypatch, capsys, signals, trained, prepared):
     """MUTATIONS=20000 pytest -k mutated makes more of them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "fsync", lambda file: None)                 # the disk is not what is tested
     flags = {script: [word for word in re.findall(r"--[a-z0-9-]+", help_text(script, capsys)) if word not in ("--help", "--compile", "--no-compile")]
-             for script in (train_script, eval_script, tasks_script)}
+             for script in (train_script, eval_script, tasks_script, data_script)}
+    monkeypatch.setattr(data_script, "MIRRORS", [])                     # nothing is fetched
+    monkeypatch.setattr(data_script.tiktoken, "get_encoding", lambda name: 1 / 0)
     rng, codes, whole = random.Random(5), [], {name: (trained / name).read_bytes() for name in DATA_FILES}
     for number in range(MUTATIONS):
         for folder in tmp_path.iterdir():
             shutil.rmtree(folder)
-        run = shutil.copytree(trained, tmp_path / "run")
-        kind = rng.choice((*DATA_FILES, "command", "command"))
+        run, text = shutil.copytree(trained, tmp_path / "run"), shutil.copytree(prepared, tmp_path / "text")
+        kind = rng.choice((*DATA_FILES, "command", "command", "text"))
         if kind == "command":
-            script = rng.choice((train_script, train_script, eval_script, tasks_script))
+            script = rng.choice((train_script, train_script, eval_script, tasks_script, data_script))
             start = {train_script: rng.choice((["--resume", "--out", "run"], quick("copy", "--attn", "tra", "--steps", 2, "--examples", 1, "--out", rng.choice(("run", "new"))))),
-                     eval_script: ["run", "--examples", "1"], tasks_script: ["--task", "copy"]}[script]
+                     eval_script: ["run", "--examples", "1"], tasks_script: ["--task", "copy"],
+                     data_script: ["--from", "run/log.jsonl", "--tokenizer", "byte", "--out", rng.choice(("text", "new"))]}[script]
             argv = rng.choice((start, start, [])) + random_command(rng, flags[script])
+        elif kind == "text":
+            path = text / rng.choice(("meta.json", "train.bin", "val.bin", "test.bin"))
+            path.write_bytes(mutate(rng, path.read_bytes()))
+            script, argv = rng.choice([(train_script, quick("wikitext", "--attn", "tra", "--steps", 2, "--examples", 3, "--data", "text", "--out", "new")),
+                                       (data_script, ["--from", "run/log.jsonl", "--tokenizer", "byte", "--out", "text"])])
         else:
             (run / kind).write_bytes((mutate_inside if kind == "ckpt.pt" and rng.random() < 0.5 else mutate)(rng, whole[kind]))
             script, argv = rng.choice([(train_script, ["--resume", "--out", "run", "--steps", "5", "--examples", "1"]),
@@ -1864,7 +1872,9 @@ def test_mutated_files_and_command_lines_never_lose_anything(tmp_path, monkeypat
         before = files(tmp_path)
         code, error = silently(capsys, script, *argv)
         codes.append(code)
-        if script is not train_script or code == 2 and "stopped" not in error:
+        if script is data_script and code == 0:                         # what was there still is
+            assert files(tmp_path).items() >= before.items()
+        elif script is not train_script or code == 2 and "stopped" not in error:
             assert files(tmp_path) == before, (number, kind, argv, error)
         elif (run / "ckpt.pt").exists():                                # training went on, perhaps to a loss that is not finite
             assert silently(capsys, eval_script, "run", "--examples", "1")[0] == 0
