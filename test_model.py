@@ -702,6 +702,9 @@ BAD_COMMANDS = [
     (train_script, ["--attn", "tra", "--task", "flipflop", "--length", "1"], "--length"),
     (train_script, ["--attn", "tra", "--task", "flipflop", "--symbols", "5"], "--symbols"),
     (train_script, ["--attn", "tra", "--task", "induct", "--symbols", "8", "--pairs", "8"], "--pairs"),
+    (train_script, ["--attn", "tra", "--task", "copy", "--length", "100001"], "100000"),
+    (train_script, ["--attn", "tra", "--task", "copy", "--n-layer", "4000000000"], "--n-layer"),
+    (train_script, ["--attn", "tra", "--task", "copy", "--resume", "--overwrite"], "--resume"),
     (train_script, ["--attn", "tra", "--task", "copy", "--steps", "many"], "many"),
     (train_script, ["--attn", "tra", "--task", "copy", "--lr", "nan"], "nan"),
     (train_script, ["--attn", "tra", "--task", "copy", "--dropout", "1"], "--dropout"),
@@ -716,6 +719,8 @@ BAD_COMMANDS = [
     (eval_script, ["nowhere", "--examples", "0"], "0"),
     (tasks_script, ["--task", "copy", "--split", "7x"], "7x"),
     (tasks_script, ["--task", "copy", "--count", "-1"], "-1"),
+    (tasks_script, ["--task", "copy", "--symbols", "4000000000"], "--symbols"),
+    (tasks_script, ["--task", "copy", "--more\nlines"], "--more lines"),
     (tasks_script, [], "--task"),
 ]
 
@@ -1530,6 +1535,14 @@ def test_a_command_is_killed_then_stopped_then_ends(tmp_path):
     result = command(*error.split("python ")[1].split(), "--steps", step + 3, cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == ""
     assert [row["step"] for row in log(tmp_path / "run")] == list(range(2, step + 4, 2))
+
+
+def test_a_closed_pipe_is_no_error_to_speak_of():
+    process = subprocess.Popen([sys.executable, os.path.join(HERE, "tasks.py"), "--task", "copy", "--count", "100000"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline().startswith("<bos>")
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 2
 
 
 def files(folder):
