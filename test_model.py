@@ -1537,6 +1537,11 @@ def test_a_command_is_killed_then_stopped_then_ends(tmp_path):
     assert [row["step"] for row in log(tmp_path / "run")] == list(range(2, step + 4, 2))
 
 
+def test_a_folder_whose_name_cannot_be_shown(tmp_path, capsys, signals):
+    assert call(train_script, *quick("copy", "--attn", "tra", "--out", f"{tmp_path}/\udcff")) == 0
+    assert r"/\udcff" in capsys.readouterr().out
+
+
 def test_a_closed_pipe_is_no_error_to_speak_of():
     process = subprocess.Popen([sys.executable, os.path.join(HERE, "tasks.py"), "--task", "copy", "--count", "100000"],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -1614,7 +1619,7 @@ def test_two_processes_do_not_train_into_one_folder(tmp_path, capsys, signals):
     assert call(train_script, *flags, "--out", run, "--overwrite") == 0
 
 
-@pytest.mark.parametrize("room, flags", [(1000, []), (100_000, ["--n-embd", 128]), (25_000, ["--save-every", 0]), (25_000, ["--steps", 300, "--log-every", 1])],
+@pytest.mark.parametrize("room, flags", [(1000, []), (100_000, ["--n-embd", 128]), (25_000, ["--save-every", 0]), (25_000, ["--steps", 240, "--log-every", 1])],
                          ids=["first checkpoint", "large tensor", "later checkpoint", "log"])
 def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(tmp_path, capsys, signals, room, flags):
     """A limit on the size of files stands in for a full disk: the checkpoint at step 0 is smaller than 25,000 bytes, the later ones are larger."""
