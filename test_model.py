@@ -606,12 +606,13 @@ def test_flags_beat_presets_and_presets_beat_defaults(tmp_path):
     assert flags("--task", "copy")["scale"] == flags("--task", "copy", "--scale", "auto")["scale"] in ("laptop", "paper")
 
 
-def test_accumulation_and_logging_do_not_change_the_training(tmp_path, capsys):
-    runs = {"whole": [], "parts": ["--accumulate", 4], "uneven": ["--accumulate", 3], "logs": ["--log-every", 5]}
+def test_accumulation_logging_and_validation_do_not_change_the_training(tmp_path, capsys):
+    runs = {"whole": [], "parts": ["--accumulate", 4], "uneven": ["--accumulate", 3], "logs": ["--log-every", 5], "evals": ["--eval-every", 2]}
     for name, flags in runs.items():
         assert call(train_script, *quick("instruct", "--attn", "tra", "--dropout", 0, "--out", tmp_path / name, *flags)) == 0
     whole = weights(tmp_path / "whole")
-    assert same_weights(whole, weights(tmp_path / "logs"))
+    assert same_weights(whole, weights(tmp_path / "logs")) and same_weights(whole, weights(tmp_path / "evals"))
+    assert [row["step"] for row in log(tmp_path / "evals") if "exact_match_copy-1x" in row] == [2, 4, 6]
     for name in ("parts", "uneven"):
         for key, value in weights(tmp_path / name).items():
             torch.testing.assert_close(value, whole[key], rtol=1e-3, atol=1e-4)
