@@ -82,7 +82,11 @@ def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
 
     pos_emb is (D, npos). As in the paper's listing, the position term is not divided by sqrt(D).
     """
-    mask = causal_mask(q.size(2), k.size(2), q.device)                                      # (T, S)
+    T, S = q.size(2), k.size(2)
+    if T > 256:         # 256 rows at a time, with the keys that they see: T x S never exists as a whole
+        return torch.cat([cope_attention(q[:, :, t - 256:t], k[:, :, :S - T + t], v[:, :, :S - T + t], pos_emb, dropout_p)
+                          for t in range(256, T + 256, 256)], dim=2)
+    mask = causal_mask(T, S, q.device)                                                      # (T, S)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                                # (B, H, T, S)
     gates = scores.sigmoid() * mask
     pos = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=pos_emb.size(-1) - 1)                # (B, H, T, S)

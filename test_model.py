@@ -707,3 +707,14 @@ def test_an_existing_run_is_not_overwritten(tmp_path, monkeypatch, capsys):
     assert before == {path.name: path.read_bytes() for path in run.iterdir()}
     assert call(train_script, *quick("copy", "--attn", "tra", "--no-sparse", "--overwrite", "--lr", 0.01)) == 0
     assert not same_weights(weights(run), torch.load(io.BytesIO(before["ckpt.pt"]), weights_only=True)["model"])
+
+
+# Long sequences
+
+def test_cope_by_rows_is_the_same_function():
+    call, (q, k, v, e), _ = case("cope", 520, 530, B=1, H=1)
+    rows = torch.cat([cope_attention(q[:, :, t:t + 1], k[:, :, :t + 11], v[:, :, :t + 11], e) for t in range(520)], dim=2)
+    torch.testing.assert_close(call(q, k, v, e), rows)
+    weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1), dtype=rows.dtype)
+    for a, b in zip(torch.autograd.grad(call(q, k, v, e), (q, k, v, e), weight), torch.autograd.grad(rows, (q, k, v, e), weight)):
+        torch.testing.assert_close(a, b)
