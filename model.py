@@ -82,7 +82,11 @@ def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
 
     pos_emb is (D, npos). As in the paper's listing, the position term is not divided by sqrt(D).
     """
-    mask = causal_mask(q.size(2), k.size(2), q.device)                                      # (T, S)
+    T, S = q.size(2), k.size(2)
+    if T > 256:         # 256 rows at a time, with the keys that they see: T x S never exists as a whole
+        return torch.cat([cope_attention(q[:, :, t - 256:t], k[:, :, :S - T + t], v[:, :, :S - T + t], pos_emb, dropout_p)
+                          for t in range(256, T + 256, 256)], dim=2)
+    mask = causal_mask(T, S, q.device)                                                      # (T, S)
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                              # (B, H, T, S)
     gates = scores.sigmoid() * mask
     pos = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=pos_emb.size(-1) - 1)                # (B, H, T, S)
@@ -94,8 +98,7 @@ def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
     return F.dropout(weights, dropout_p) @ v
 
 
-@full_precision
-def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
+def tra_plain(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
     """TRA: keys that do not matter leave the softmax, and distance counts only the keys that stay.
 
         S_ij    = q_i . k_j / sqrt(D)                                   (q and k arrive RMS-normalised)
@@ -116,6 +119,13 @@ def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0
     # The smallest finite number instead of -inf, then zero: a row without keys is all zeros, and so is its gradient.
     weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~keep, 0)
     return F.dropout(weights, dropout_p) @ v
+
+
+@full_precision
+def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
+    """TRA, by the quicker of two forms of one function: tra_plain for few queries, tra_blocked (further down) for many."""
+    form = tra_plain if q.size(2) < 2 * BLOCK else tra_blocked
+    return form(q, k, v, log_forget, sparse, contextual, dropout_p)
 
 
 def nope_attention(q, k, v, dropout_p=0.0):
@@ -146,6 +156,124 @@ def fox_attention(q, k, v, log_forget, dropout_p=0.0):
     """
     total = log_forget.cumsum(-1)                                                           # (B, H, S)
     return sdpa(q, k, v, dropout_p, bias=total[..., -q.size(2):, None] - total[..., None, :])
+
+
+BLOCK = 64      # queries, and keys, in a block
+
+
+@torch.compiler.disable     # how far it goes depends on the data
+def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
+    """tra_plain without T x S tensors, forward or backward, and without the work that forgetting makes pointless.
+
+    Each block of queries walks leftward over the blocks of keys, from its own on, with a running count and softmax. On the
+    way f_i * n_ij only falls, and S_ij <= |q_i| max|k_j| / sqrt(D) = b_i. So when query i has counted n keys, each key still
+    ahead weighs at most exp(b_i + f_i * n). A block stops when, for all its queries, S times that is at most eps (of the
+    dtype) times the weight so far: what is skipped moves the output by no more than 2 eps max|v|, which is rounding error.
+    A query that has kept nothing has no weight so far, and walks on.
+    """
+    B, H, T, D = q.shape
+    S = k.size(2)
+    f = log_forget.unsqueeze(-1)                                                            # (B, H, T, 1)
+    with torch.no_grad():
+        bound = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).amax(-1)[..., None, None] / math.sqrt(D)
+        enough = bound + math.log(S / torch.finfo(q.dtype).eps)
+
+    before, after = (S - T) % BLOCK, -S % BLOCK             # padding to whole blocks; no query sees what is after the end
+    queries, keys = (before + T + after) // BLOCK, (S + after) // BLOCK                     # blocks per head
+    left = torch.arange(keys - queries, keys, device=q.device).repeat(B * H)                # (N,), N = B * H * queries
+    own = left + torch.arange(0, B * H * keys, keys, device=q.device).repeat_interleave(queries)       # (N,)
+
+    def blocks(x, before, fill=0.0):
+        if before or after:
+            x = F.pad(x, (0, 0, before, after), value=fill)
+        return x.reshape(-1, BLOCK, x.size(-1))                                             # (N, BLOCK, D)
+
+    seed = torch.randint(2**62, ()).item() if dropout_p else None           # the same masks in both passes,
+    v = v / (1 - dropout_p) if dropout_p else v                             # of 0 and 1
+    out = TRABlocks.apply(blocks(q, before), blocks(k, 0), blocks(v, 0), blocks(f, before), blocks(enough, before, -torch.inf),
+                          own, left, (sparse, contextual, dropout_p, seed))
+    return out.view(B, H, -1, v.size(-1))[:, :, before:before + T]
+
+
+def pick(x, rows):
+    """x[rows], four times as fast on a CPU."""
+    return x.index_select(0, rows)
+
+
+def walk(q, k, f, own, reach, sparse, contextual, dropout_p, seed):
+    """In step s, each block of queries that reaches so far meets the block of keys s to the left of its own.
+
+    Yields, for some of them at a time: which rows of q and of k; a softmax within the block, its logsumexp, the distances n;
+    and the dropout mask. Boolean masks are avoided: masked_fill takes longer than a matrix product.
+    """
+    hide = torch.finfo(q.dtype).min / 4
+    ones = torch.ones(BLOCK, BLOCK, dtype=q.dtype, device=q.device)
+    triangle = ones.tril()
+    count = torch.zeros_like(f)                                                             # (N, BLOCK, 1), keys so far
+    generator = torch.Generator(q.device).manual_seed(seed) if dropout_p else None
+    at_once = 64 if q.device.type == "cpu" else 4096        # what a cache holds, or what keeps a GPU busy
+    step = 0
+    while len(walking := (reach >= step).nonzero().squeeze(1)):
+        seen = triangle if step == 0 else ones              # only its own block holds keys that come after a query
+        for rows in walking.split(at_once):                                                 # (R,)
+            keys = pick(own, rows) - step
+            scores = (pick(q, rows) @ pick(k, keys).mT).div_(math.sqrt(q.size(-1)))         # (R, BLOCK, BLOCK)
+            if step == 0:
+                scores.add_(1 - seen, alpha=hide)
+            relevant = scores.sign().relu_()                                                # 1 if S > 0 and j <= i, else 0
+            n = pick(count, rows) + (relevant if contextual else seen) @ triangle           # faster than cumsum
+            count[rows] = n[..., :1]                                                        # from the leftmost key on
+            if sparse:
+                F.threshold_(scores, 0, hide)                                               # S > 0 or hidden
+            logits = torch.addcmul(scores, pick(f, rows), n)
+            weights = logits.softmax(-1)
+            lse = logits.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()      # max weight = exp(max logit - lse)
+            mask = torch.empty_like(scores).uniform_(generator=generator).gt_(dropout_p) if dropout_p else None
+            yield rows, keys, weights, lse, n, mask
+        step += 1
+
+
+class TRABlocks(torch.autograd.Function):
+    """Forward merges the softmaxes of the blocks. Backward walks again, as far, and computes the weights anew. As keep and n
+    are piecewise constant, the gradients are those of softmax attention, and for f_i the sum of dlogit_ij * n_ij.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, f, enough, own, left, settings):
+        out = q.new_zeros(*q.shape[:2], v.size(-1))                                         # (N, BLOCK, D)
+        lse = torch.full_like(f, torch.finfo(f.dtype).min / 8)      # nothing kept yet; a hidden key's logit is lower still
+        reach = torch.zeros_like(own)                                                       # (N,)
+        for rows, keys, weights, lse_here, n, mask in walk(q, k, f, own, reach, *settings):
+            out_here = (weights if mask is None else weights * mask) @ pick(v, keys)        # (R, BLOCK, D)
+            lse_now = torch.logaddexp(pick(lse, rows), lse_here)                            # (R, BLOCK, 1)
+            out[rows] = pick(out, rows).lerp(out_here, (lse_here - lse_now).exp())          # by their shares of the weight
+            lse[rows] = lse_now
+            done = (pick(enough, rows) + pick(f, rows) * n[..., :1] <= lse_now).all(1).squeeze(1)      # (R,)
+            reach[rows] += ~done & (pick(reach, rows) < pick(left, rows))
+        ctx.save_for_backward(q, k, v, f, own, reach, out, lse)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, k, v, f, own, reach, out, lse = ctx.saved_tensors
+        dq, dk, dv, df = map(torch.zeros_like, (q, k, v, f))
+        inner = (dout * out).sum(-1, keepdim=True)                                          # (N, BLOCK, 1)
+        scale = 1 / math.sqrt(q.size(-1))
+        with torch.autocast(q.device.type, enabled=False):
+            for rows, keys, weights, lse_here, n, mask in walk(q, k, f, own, reach, *ctx.settings):
+                weights.mul_((lse_here - pick(lse, rows)).exp())                            # now of the whole row
+                dout_here = pick(dout, rows)
+                dweights = dout_here @ pick(v, keys).mT                                     # (R, BLOCK, BLOCK)
+                dv.index_add_(0, keys, (weights if mask is None else weights * mask).mT @ dout_here)
+                if mask is not None:
+                    dweights.mul_(mask)
+                dlogits = dweights.sub_(pick(inner, rows)).mul_(weights)
+                dq.index_add_(0, rows, dlogits @ pick(k, keys), alpha=scale)
+                dk.index_add_(0, keys, dlogits.mT @ pick(q, rows), alpha=scale)
+                df.index_add_(0, rows, (dlogits * n).sum(-1, keepdim=True))
+        return dq, dk, dv, df, None, None, None, None
 
 
 def remember(cache, name, new):
@@ -197,7 +325,7 @@ class TRA(Attention):
         self.forget = nn.Linear(config.n_embd, config.n_head)
 
     def attend(self, x, q, k, v, cache):
-        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        q, k = (F.rms_norm(y.contiguous(), y.shape[-1:]) for y in (q, k))                  # contiguous: faster, both passes
         log_forget = F.logsigmoid(widen(self.forget(x))).transpose(1, 2)                   # (B, H, T), of the queries
         return tra_attention(q, k, v, log_forget, self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
 

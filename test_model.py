@@ -40,7 +40,7 @@ import model as model_script
 import tasks as tasks_script
 import train as train_script
 from model import (ATTENTIONS, GPT, GPTConfig, alibi_attention, causal_mask, cope_attention, fox_attention, nope_attention,
-                   rope_attention, tra_attention)
+                   rope_attention, tra_attention, tra_blocked, tra_plain)
 from tasks import TASKS, make_task
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1905,3 +1905,241 @@ def help_text(script, capsys):
     capsys.readouterr()
     assert call(script, "--help") == 0
     return capsys.readouterr().out
+
+# Long sequences
+
+def test_cope_by_rows_is_the_same_function():
+    call, (q, k, v, e), _ = case("cope", 520, 530, B=1, H=1)
+    rows = torch.cat([cope_attention(q[:, :, t:t + 1], k[:, :, :t + 11], v[:, :, :t + 11], e) for t in range(520)], dim=2)
+    torch.testing.assert_close(call(q, k, v, e), rows)
+    weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1), dtype=rows.dtype)
+    for a, b in zip(torch.autograd.grad(call(q, k, v, e), (q, k, v, e), weight), torch.autograd.grad(rows, (q, k, v, e), weight)):
+        torch.testing.assert_close(a, b)
+
+
+# TRA in blocks against its plain form; small blocks, so that short sequences have many
+
+ABLATIONS = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def both_forms(q, k, v, f, sparse=True, contextual=True, **tolerance):
+    """The blocked form's output, after comparing it and all four gradients with the plain form's."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, f)]
+    want, got = tra_plain(*leaves, sparse, contextual), tra_blocked(*leaves, sparse, contextual)
+    torch.testing.assert_close(got, want, **tolerance)
+    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=got.dtype)
+    pairs = zip("qkvf", torch.autograd.grad(got, leaves, weight), torch.autograd.grad(want, leaves, weight))
+    for name, a, b in pairs:
+        assert a.isfinite().all(), name
+        torch.testing.assert_close(a, b, **tolerance, msg=lambda text: f"gradient of {name}: {text}")
+    return got.detach()
+
+
+def count_blocks(monkeypatch):
+    """A list that receives, per call of the blocked form (and again in its backward), the number of blocks it touches."""
+    calls, real = [], model_script.walk
+
+    def walk(*args):
+        calls.append(0)
+        for item in real(*args):
+            calls[-1] += len(item[0])
+            yield item
+    monkeypatch.setattr(model_script, "walk", walk)
+    return calls
+
+
+@pytest.mark.parametrize("T, S", [(40, 40), (37, 37), (100, 100), (21, 50), (9, 64), (1, 30), (1, 1)])
+@pytest.mark.parametrize("sparse, contextual", ABLATIONS)
+def test_blocks_equal_the_plain_form(monkeypatch, sparse, contextual, T, S):
+    monkeypatch.setattr(model_script, "BLOCK", 8)
+    _, (q, k, v, f), _ = case("tra", T, S, H=3)
+    both_forms(q, k, v, f, sparse, contextual)
+    both_forms(q[:1, :1], k[:1, :1], v[:1, :1, :, :1], 4 * f[:1, :1], sparse, contextual)      # and with narrower values
+
+
+GATES = {"none": 0.0, "faint": -1e-6, "strong": -30.0, "absurd": -1e4, "not forgetting": 0.2}
+
+
+@pytest.mark.parametrize("scale", [1, 0.01, 30], ids=lambda s: f"norms times {s}")
+@pytest.mark.parametrize("gate", [*GATES, "by head", "by query"])
+def test_blocks_equal_the_plain_form_for_extreme_gates_and_norms(monkeypatch, gate, scale):
+    """The bound comes from the norms of q and k, so normalised or not makes no difference to what is right."""
+    monkeypatch.setattr(model_script, "BLOCK", 8)
+    _, (q, k, v, f), _ = case("tra", 43, 61, H=2)
+    f = torch.full_like(f, GATES.get(gate, 0.0))
+    if gate == "by head":
+        f[:, 1] = -20.0
+    if gate == "by query":
+        f[..., ::3] = -20.0
+    q, k = scale * q, scale * k * torch.linspace(0.1, 2, 61, dtype=k.dtype).flip(0)[:, None]       # older keys are longer
+    for sparse, contextual in ABLATIONS:
+        both_forms(q, k, v, f, sparse, contextual)
+
+
+def test_blocks_walk_on_to_the_only_kept_key_and_give_zero_without_one(monkeypatch):
+    """Strong gates everywhere: the neighbours of queries 28 to 30 are done at once, these have to search to the very start."""
+    monkeypatch.setattr(model_script, "BLOCK", 8)
+    _, (q, k, v, f), _ = case("tra", 40, 40)
+    q, k, f = q.detach().clone(), k.detach().clone(), torch.full_like(f, -25.0)
+    k[..., 2:] = -k[..., 2:].abs() - 0.1
+    k[:, :, 0, 3] = 0.5
+    q[:, :, 28] = torch.tensor([0.0, 0.0, 0.0, 2.0])        # keeps key 0 only
+    q[:, :, 29] = torch.tensor([0.0, 0.0, 2.0, 0.0])        # keeps nothing
+    q[:, :, 30] = 0.0                                       # keeps nothing, as 0 is not above 0
+    calls = count_blocks(monkeypatch)
+    for contextual in (True, False):
+        out = both_forms(q, k, v, f, True, contextual)
+        torch.testing.assert_close(out[:, :, 28], v[:, :, 0])
+        assert torch.equal(out[:, :, 29:31], torch.zeros_like(out[:, :, 29:31]))
+    assert calls[0] < 4 * (1 + 2 + 3 + 4 + 5)               # and no other block of queries goes all the way
+
+
+def grid(T, H=2, seed=0):
+    """q and k of -1, 0, 1 with D 16: scores are multiples of 1/4, many of them 0, and exact in any precision."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = (torch.randint(-1, 2, (1, H, T, 16), generator=g).float() for _ in range(2))
+    return q, k, torch.randn(1, H, T, 8, generator=g)
+
+
+@pytest.mark.parametrize("gate", [-0.2, -0.5, -5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_skipped_is_below_the_resolution_of_the_output(monkeypatch, dtype, gate):
+    """Against the plain form in float64, at 1,000 tokens and blocks of the real size; scores that are exactly 0 included."""
+    calls = count_blocks(monkeypatch)
+    q, k, v = grid(1000)
+    f = torch.full((1, 2, 1000), gate)
+    got = tra_attention(*[t.to(dtype) for t in (q, k, v, f)])
+    want = tra_plain(*[t.double() for t in (q, k, v, f)])
+    assert (got - want).abs().max() < 8 * torch.finfo(dtype).eps * v.abs().max()
+    assert calls[0] < 2 * (16 * 17 / 2)                     # of all blocks, two heads
+
+
+def test_float32_gradients_of_blocks_match_float64_of_the_plain_form():
+    q, k, v = grid(400)
+    f = F.logsigmoid(torch.randn(1, 2, 400, generator=torch.Generator().manual_seed(2)))
+    grads = {}
+    for form, dtype in ((tra_blocked, torch.float32), (tra_plain, torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v, f)]
+        grads[dtype] = torch.autograd.grad(form(*leaves).square().sum(), leaves)
+    for a, b in zip(*grads.values()):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+def test_forgetting_skips_blocks_and_its_absence_none(monkeypatch):
+    calls = count_blocks(monkeypatch)
+    q, k, v = grid(1280)
+    all_of_one_head = 20 * 21 // 2
+
+    def touched(*gates, T=1280):
+        del calls[:]
+        f = torch.tensor(gates).view(1, 2, 1).repeat(1, 1, T)
+        leaves = [t.clone().requires_grad_() for t in (q[:, :, -T:], k, v, f)]
+        tra_attention(*leaves).sum().backward()
+        assert calls[0] == calls[1]                         # backward touches what forward touched
+        return calls[0]
+    assert touched(0.0, 0.0) == 2 * all_of_one_head
+    assert touched(-0.5, -0.5) <= 2 * 20 * 6
+    assert touched(-50.0, -50.0) <= 2 * 20 * 3
+    assert touched(-50.0, -50.0, T=300) <= 2 * 5 * 3        # 300 queries are padded to 5 blocks
+    assert all_of_one_head < touched(0.0, -50.0) <= all_of_one_head + 20 * 3        # each head by itself
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.untyped_storage().nbytes() // t.element_size() for t in (out if isinstance(out, (list, tuple)) else [out])
+                 if isinstance(t, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+def test_no_tensor_grows_with_the_square_of_the_length():
+    """At 2,048 tokens T x S would be 4 million; TRA forward and backward, CoPE forward."""
+    q, k, v = (torch.randn(1, 1, 2048, 8, requires_grad=True) for _ in range(3))
+    with Largest() as mode:
+        tra_attention(q, k, v, torch.zeros(1, 1, 2048, requires_grad=True), dropout_p=0.1).sum().backward()
+    assert mode.elements <= 64 * model_script.BLOCK ** 2
+    with Largest() as mode, torch.no_grad():
+        cope_attention(q, k, v, torch.randn(8, 16))
+    assert mode.elements <= 256 * 2048
+
+
+@pytest.mark.parametrize("sparse, contextual", [(True, True), (False, False)])
+def test_dropout_in_blocks_is_the_same_in_both_passes(monkeypatch, sparse, contextual):
+    """With v = identity the output is the weights, which shows what was dropped; the plain form with that mask must agree."""
+    monkeypatch.setattr(model_script, "BLOCK", 8)
+    _, leaves, _ = case("tra", 45, 45)
+    q, k, v, f = leaves
+    eye = torch.eye(45, dtype=q.dtype).expand(2, 2, 45, 45)
+
+    def dropped(v):
+        torch.manual_seed(5)
+        return tra_blocked(q, k, v, f, sparse, contextual, dropout_p=0.3)
+
+    whole = tra_plain(q, k, eye, f, sparse, contextual)
+    seen = whole.detach() > 1e-9
+    mask = (dropped(eye) != 0) & seen
+    assert 0.65 < mask.sum() / seen.sum() < 0.75
+    got, want = dropped(v), (whole * mask / 0.7) @ v
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(got, tra_blocked(q, k, v, f, sparse, contextual, dropout_p=0.3))        # another call, other masks
+    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=got.dtype)
+    for a, b in zip(torch.autograd.grad(got, leaves, weight), torch.autograd.grad(want, leaves, weight)):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_dropout_in_blocks_keeps_the_mean():
+    _, (q, k, v, f), _ = case("tra", 200, 200, B=20, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        out = tra_attention(q, k, torch.ones_like(v), f, dropout_p=0.25)[:, :, 20:, 0]
+    assert out.std() > 0.05 and abs(out.mean() - 1) < 0.02
+
+
+def test_blocks_under_autocast():
+    """Half precision in and out, float32 inside, backward too, and also when backward is called within the autocast."""
+    call, leaves, _ = case("tra", 150, 150, dtype=torch.bfloat16, D=16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(*leaves)
+        grads = torch.autograd.grad(out.float().square().sum(), leaves)
+    full = [t.detach().float().requires_grad_() for t in leaves]
+    want = tra_plain(*full)
+    assert out.dtype == torch.bfloat16 and all(g.dtype == torch.bfloat16 for g in grads)
+    torch.testing.assert_close(out.float(), want, atol=0.03, rtol=0.02)
+    for a, b in zip(grads, torch.autograd.grad(want.square().sum(), full)):
+        torch.testing.assert_close(a.float(), b, atol=0.02 * b.abs().max().item(), rtol=0.02)
+
+
+@pytest.mark.parametrize("chunks", [[41], [30, 1, 1, 9], [3, 38]])
+def test_cached_logits_in_blocks_equal_full_logits_of_the_plain_form(monkeypatch, chunks):
+    model = tiny("tra").double()
+    idx = torch.randint(0, 11, (2, 41), generator=torch.Generator().manual_seed(0))
+    calls = count_blocks(monkeypatch)
+    cache = [{} for _ in model.blocks]
+    with torch.no_grad():
+        want = model(idx)[0]
+        assert not calls                                    # 41 tokens are few: the plain form
+        monkeypatch.setattr(model_script, "BLOCK", 4)
+        parts = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
+        assert len(calls) == 2 * sum(n >= 8 for n in chunks)        # two layers
+        torch.testing.assert_close(torch.cat(parts, 1), want)
+
+
+def test_compiled_at_two_lengths():
+    """The blocked form breaks the graph and is itself run as it is; the numbers are the same."""
+    model = tiny("tra")
+    compiled = torch.compile(model, backend="eager")
+    for T in (24, 150):
+        idx = torch.randint(0, 11, (2, T), generator=torch.Generator().manual_seed(T))
+        losses, grads = [], []
+        for m in (model, compiled):
+            losses.append(m(idx, idx)[1])
+            model.zero_grad()
+            losses[-1].backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*grads)
