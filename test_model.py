@@ -1869,8 +1869,8 @@ def test_mutated_files_and_command_lines_never_lose_anything(tmp_path, monkeypat
     monkeypatch.setattr(data_script.tiktoken, "get_encoding", lambda name: 1 / 0)
     rng, codes, whole = random.Random(5), [], {name: (trained / name).read_bytes() for name in DATA_FILES}
     for number in range(MUTATIONS):
-        for folder in tmp_path.iterdir():
-            shutil.rmtree(folder)
+        for path in tmp_path.iterdir():                                 # a command may have written files beside the folders
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         run, text = shutil.copytree(trained, tmp_path / "run"), shutil.copytree(prepared, tmp_path / "text")
         kind = rng.choice((*DATA_FILES, "command", "command", "text"))
         if kind == "command":
