@@ -262,7 +262,7 @@ def train(out, args, ckpt):
     if model.config != config:
         bad_checkpoint(out, "flags and config are not the same")
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, args["beta2"]), weight_decay=args["weight_decay"])
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, args["beta2"]), weight_decay=args["weight_decay"], fused=True)
     trained = torch.compile(model) if args["compile"] else model        # the same weights; evaluation uses the plain one
 
     def get_batch(step):
