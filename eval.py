@@ -18,11 +18,14 @@ Perplexity: the text is cut into consecutive windows, and each window reads its 
 every window size every token but the very first is scored exactly once, and the mean is over tokens, not over windows.
 """
 
+import argparse
 import codecs
+import itertools
 import json
 import math
 import os
 import statistics
+import time
 import warnings
 from collections import OrderedDict
 
@@ -30,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from data import WikiText, encoding
-from model import GPT, GPTConfig
+from model import ATTENTIONS, GPT, GPTConfig, causal_mask, tra_attention, tra_blocked, tra_plain
 from tasks import Parser, fail, integer, make_task, number, script, show
 
 FORMAT = 1                      # of ckpt.pt
@@ -243,6 +246,14 @@ def cell(result, metric, tokenizer):
     return f"{math.floor(round(mean * 1000, 6)) / 10:.1f}" + (f" ± {100 * std:.1f}" if std is not None else "")
 
 
+def markdown(cells):
+    """The lines of a Markdown table; the first row is its head."""
+    width = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    rule = ["-" * width[0]] + ["-" * (w - 1) + ":" for w in width[1:]]
+    return ["| " + " | ".join([line[0].ljust(width[0])] + [c.rjust(w) for c, w in zip(line[1:], width[1:])]) + " |"
+            for line in (cells[0], rule, *cells[1:])]
+
+
 def table(records):
     """Markdown: a row per attention, a column per test set, mean ± standard deviation over seeds."""
     lines = []
@@ -257,11 +268,7 @@ def table(records):
         cells = [["attention", "seeds", *rows[0]["results"]]]
         for row in rows:
             cells.append([row["attn"], str(len(row["seeds"]))] + [cell(r, metric, tokenizer) for r in row["results"].values()])
-        width = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        cells.insert(1, ["-" * width[0]] + ["-" * (w - 1) + ":" for w in width[1:]])
-        for line in cells:
-            lines.append("| " + " | ".join([line[0].ljust(width[0])] + [c.rjust(w) for c, w in zip(line[1:], width[1:])]) + " |")
-        lines.append("")
+        lines += [*markdown(cells), ""]
     return "\n".join(lines)
 
 
@@ -289,9 +296,226 @@ def continue_text(model, task, args, device):
         fail("--prompt is empty; give it at least one character")
     torch.manual_seed(args.seed)
     print(args.prompt, end="", flush=True)
-    for new in model.stream(torch.tensor([ids], device=device), args.tokens, args.temperature, args.top_k):
+    for new in model.stream(torch.tensor([ids], device=device), args.tokens or 200, args.temperature, args.top_k):
         print(decoder.decode(enc.decode_single_token_bytes(new.item())), end="", flush=True)
     print()
+
+
+@torch.no_grad()
+def layer_inputs(model, idx):
+    """[(attention, x), ...], a layer each: what its attention reads when the model reads idx (B, T)."""
+    found = []
+    hooks = [block.attn.register_forward_pre_hook(lambda attn, args: found.append((attn, args[0]))) for block in model.blocks]
+    model.eval()(idx)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def skipped_share(reach):
+    """Of the blocks of keys left of or at each block of queries, (B, H, blocks), the share that TRA never met, (H,)."""
+    there = torch.arange(1, reach.size(-1) + 1, device=reach.device).expand_as(reach).sum((0, 2))
+    return 1 - (reach + 1).sum((0, 2)) / there
+
+
+@torch.no_grad()
+def gates(model, idx):
+    """What TRA's heads do when they read idx (B, T): [{layer, head, forget, kept, skipped}, ...], means over queries."""
+    rows = []
+    for layer, (attn, x) in enumerate(layer_inputs(model, idx)):
+        q, k, v = attn.heads(x)
+        q, k, log_forget = attn.normalised(x, q, k)
+        reach = tra_blocked(q, k, v, log_forget, attn.config.sparse, attn.config.contextual, tell_reach=True)[1]
+        causal = causal_mask(idx.size(1), idx.size(1), idx.device)
+        kept = sum(((a @ b.mT > 0) & causal).sum((1, 2)) for a, b in zip(q, k)) / (len(idx) * causal.sum())     # (H,)
+        spread = log_forget.transpose(0, 1).flatten(1).quantile(torch.tensor([0.1, 0.5, 0.9], device=idx.device), dim=1)    # (3, H)
+        rows += [{"layer": layer + 1, "head": head + 1, "forget": spread[:, head].tolist(), "kept": kept[head].item(),
+                  "skipped": share.item()} for head, share in enumerate(skipped_share(reach))]
+    return rows
+
+
+def print_gates(run, model, task, args, device):
+    """A table of gates(): over a batch of a test set, or over a window of the test text."""
+    if model.config.attn != "tra":
+        fail(f"{run} has {model.config.attn} attention; --gates is for tra")
+    if task.metric == "perplexity":
+        window = min(max(map(int, args.windows or ["4096"])), len(task.tokens["test"]) - 1)
+        what, ids = f"the first {window:,} tokens of the test text", task.tokens["test"][None, :window].astype("int64")
+    else:
+        split = args.split or list(task.splits)[1]
+        ids = task.batch(split, TEST_SEED, 0, 100)[0]
+        what = f"{len(ids)} examples of {split}, {ids.shape[1]} tokens each"
+    rows = gates(model, torch.from_numpy(ids).to(device))
+    if args.json:
+        return print(json.dumps({"run": run, "read": what, "heads": rows}, indent=1))
+    cells = [["layer", "head", "forget f: 10%", "median", "90%", "keys kept, %", "key blocks skipped, %"]]
+    cells += [[str(row["layer"]), str(row["head"]), *(f"{f:.2f}" for f in row["forget"]), f"{100 * row['kept']:.0f}", f"{100 * row['skipped']:.0f}"]
+              for row in rows]
+    print(f"{run}, reading {what}:\n\n" + "\n".join(markdown(cells)) + "\n")
+
+
+def seconds(run, device):
+    """One call on the clock: by events on CUDA, which works while Python goes on."""
+    if torch.device(device).type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    start = time.perf_counter()
+    run()
+    torch.get_device_module(device).synchronize()
+    return time.perf_counter() - start
+
+
+def peak_memory(run, device):
+    """Bytes that one call holds at most, beside what was there before; None where nobody counts (MPS)."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    if kind != "cpu":
+        return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")     # or it announces itself
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes, initial=0))
+
+
+def race(what, window, batch, contestants, device, tokens=None, rounds=6, memory=True):
+    """Time contestants, {name: function}, against each other: all in turn, round after round, the best of each.
+
+    The first is the one that the others are compared with; the best of several rounds leaves the warming up out.
+    """
+    best = dict.fromkeys(contestants, math.inf)
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            best[name] = min(best[name], seconds(run, device))
+    return [{"what": what, "name": name, "window": window, "batch": batch, "seconds": best[name], "ratio": best[name] / best[next(iter(best))],
+             "tokens_per_second": (tokens or window * batch) / best[name], "peak_bytes": peak_memory(run, device) if memory else None, "skipped": None}
+            for name, run in contestants.items()]
+
+
+def bench_step(attns, window, batch, device):
+    """A training step of the paper's mini model, on random tokens."""
+    models, steps = {}, {}
+    x, y = torch.randint(256, (2, batch, window), device=device)
+    for attn in attns:
+        models[attn] = GPT(GPTConfig(attn=attn, vocab_size=256)).to(device)
+        optimizer = torch.optim.AdamW(models[attn].parameters(), lr=0.0, fused=True)        # the weights stay as they are
+
+        def step(model=models[attn].train(), optimizer=optimizer):
+            model(x, y)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps[attn] = step
+    rows = race("training step", window, batch, steps, device)
+    for row in rows:
+        if row["name"] == "tra":
+            row["skipped"] = statistics.fmean(head["skipped"] for head in gates(models["tra"], x))
+    return rows
+
+
+def bench_attention(window, batch, device):
+    """The attention alone, 8 heads of width 64, gates at -0.5: torch's own kernel, TRA, and its plain form while that fits."""
+    q, k, v = torch.randn(3, batch, 8, window, 64, device=device)
+    q, k = F.rms_norm(q, (64,)), F.rms_norm(k, (64,))
+    f = torch.full(q.shape[:3], -0.5, device=device)
+    contestants = {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), "tra": lambda: tra_attention(q, k, v, f)}
+    if window <= 4096:
+        contestants["tra_plain"] = lambda: tra_plain(q, k, v, f)
+    with torch.no_grad():
+        rows = race("attention, forward", window, batch, contestants, device)
+    for x in (q, k, v, f):
+        x.requires_grad_()
+    both = {name: lambda run=run: torch.autograd.grad(run().sum(), (q, k, v)) for name, run in contestants.items()}
+    rows += race("attention, forward and backward", window, batch, both, device)
+    for row in rows:
+        if row["name"] == "tra":
+            with torch.no_grad():
+                row["skipped"] = skipped_share(tra_blocked(q, k, v, f, tell_reach=True)[1]).mean().item()
+    return rows
+
+
+def bench_generation(attn, count, device):
+    """Generation from one token, with the cache and without."""
+    model, start = GPT(GPTConfig(attn=attn, vocab_size=256)).to(device).eval(), torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def without():
+        idx = start
+        for _ in range(count):
+            idx = torch.cat((idx, model(idx)[0][:, -1:].argmax(-1)), dim=1)
+
+    contestants = {f"{attn}, cache": lambda: model.generate(start, count, temperature=0), f"{attn}, none": without}
+    return race("generation", count, 1, contestants, device, tokens=count, rounds=2, memory=False)
+
+
+def bench_text(models, tokens, window, device):
+    """A perplexity pass of trained models, {name: model}, over a text."""
+    losses = {}
+
+    def score(name):
+        losses[name] = mean_loss(models[name], tokens, window, device)
+
+    rows = race("perplexity pass", window, max(1, TOKENS_PER_BATCH // window), {name: lambda name=name: score(name) for name in models},
+                device, tokens=len(tokens) - 1, rounds=3)
+    for row in rows:
+        row["perplexity"] = math.exp(losses[row["name"]])
+        if models[row["name"]].config.attn == "tra":
+            ids = torch.from_numpy(tokens[None, :window].astype("int64")).to(device)
+            row["skipped"] = statistics.fmean(head["skipped"] for head in gates(models[row["name"]], ids))
+    return rows
+
+
+def bench_table(rows):
+    """Markdown: a table for each thing that was measured."""
+    lines = []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        cells = [["", "window", "batch", "time, ms", "ratio", "tokens/s", "peak memory, MB", "key blocks skipped, %", "perplexity"]]
+        for row in (row for row in rows if row["what"] == what):
+            cells.append([row["name"], f"{row['window']:,}", str(row["batch"]), f"{1000 * row['seconds']:,.0f}", f"{row['ratio']:.2f}",
+                          f"{row['tokens_per_second']:,.0f}", "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}",
+                          "" if row["skipped"] is None else f"{100 * row['skipped']:.1f}", f"{row['perplexity']:.2f}" if "perplexity" in row else ""])
+        used = [i for i, column in enumerate(zip(*cells)) if i == 0 or any(column[1:])]
+        lines += [f"{what}; ratio to the first row of its window:", "", *markdown([[line[i] for i in used] for line in cells]), ""]
+    return "\n".join(lines)
+
+
+def bench(args, device):
+    """Speed and memory: of training, attention and generation, or of the perplexity pass of the runs that are named."""
+    if not args.json:
+        print(f"torch {torch.__version__} on {device}, {torch.get_num_threads()} CPU threads; side by side in one process, the best of several rounds\n")
+    parts, sizes = [], [int(window) for window in args.windows or ()]
+    if args.runs:
+        ckpts, nets, tasks = zip(*(open_run(run, args, device) for run in args.runs))
+        models = {f"{label(ckpt['args'])}, seed {ckpt['args']['seed']}": model for ckpt, model in zip(ckpts, nets)}
+        if any(task.metric != "perplexity" or task.sizes != tasks[0].sizes for task in tasks) or len(models) < len(tasks):
+            fail("--bench takes runs of wikitext on the same text, each with its own attention or seed")
+        models = dict(sorted(models.items(), key=lambda item: item[1].config.attn != "rope"))
+        sizes = sizes or [4096, 16384]
+        tokens = tasks[0].tokens["test"][:args.examples or 2 * max(sizes) + 1]
+        if len(tokens) <= max(sizes):
+            fail(f"{len(tokens):,} tokens of test text are too few for a window of {max(sizes):,}")
+        parts = [lambda: [row for window in sizes for row in bench_text(models, tokens, window, device)]]
+    else:
+        attns = sorted(args.attn or ATTENTIONS, key=lambda name: name != "rope")        # the others are compared with RoPE
+        batch = lambda window: args.batch or max(1, 4096 // window)
+        parts = [lambda: [row for window in sizes or [256, 1024] if window <= 4096 for row in bench_step(attns, window, batch(window), device)],
+                 lambda: [row for window in sizes or [1024, 4096, 16384] if window >= 1024 for row in bench_attention(window, args.batch or 1, device)],
+                 lambda: [row for attn in attns for row in bench_generation(attn, args.tokens or 512, device)]]
+    rows = []
+    for part in parts:
+        rows += (new := part())
+        if new and not args.json:
+            print(bench_table(new), flush=True)
+    if args.json:
+        print(json.dumps({"torch": torch.__version__, "device": str(device), "threads": torch.get_num_threads(), "rows": rows}, indent=1))
 
 
 def windows(text):
@@ -300,10 +524,26 @@ def windows(text):
     return [str(part) for part in dict.fromkeys(parts)]
 
 
+def attentions(text):
+    """An argparse type: tra,rope"""
+    names = list(dict.fromkeys(text.split(",")))
+    if not set(names) <= set(ATTENTIONS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not made of {', '.join(ATTENTIONS)}")
+    return names
+
+
+def open_run(run, args, device):
+    """A run's checkpoint, model and task."""
+    ckpt = load_checkpoint(run)
+    if args.data:
+        ckpt["args"]["data"] = args.data
+    return ckpt, load_model(run, ckpt).to(device), load_task(run, ckpt)
+
+
 @script
 def main():
     parser = Parser(prog="eval.py", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders that train.py wrote, such as out/copy-tra-s0")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folders that train.py wrote, such as out/copy-tra-s0")
     parser.add_argument("--examples", type=integer(1), metavar="N", help="measure again on N examples of each test set, or on the first N "
                         "tokens of a test text (default: what eval.json says)")
     parser.add_argument("--split", metavar="S", help="only this test set")
@@ -311,25 +551,34 @@ def main():
     parser.add_argument("--json", action="store_true", help="the table as JSON, with every seed's value")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, mps")
     group = parser.add_argument_group("wikitext")
-    group.add_argument("--windows", type=windows, metavar="N,N,...", help="measure perplexity at these windows; with --json also the loss by position "
-                       "in the longest")
+    group.add_argument("--windows", "--window", type=windows, metavar="N,N,...", help="measure perplexity at these windows; with --json also the loss "
+                       "by position in the longest")
     group.add_argument("--data", metavar="DIR", help="the prepared text, if it is no longer where it was in training")
     group.add_argument("--prompt", metavar="TEXT", help="continue this text; it may be longer than the training window")
-    group.add_argument("--tokens", type=integer(1), default=200, metavar="N", help="how many tokens to write (default 200)")
+    group.add_argument("--tokens", type=integer(1), metavar="N", help="how many tokens to write (default 200, and 512 in --bench)")
     group.add_argument("--temperature", type=number(0, 100), default=0.8, metavar="X", help="0 takes the likeliest token (default 0.8)")
     group.add_argument("--top-k", type=integer(1), metavar="K", help="choose among the K likeliest tokens only")
     group.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of the choice (default 0)")
+    group = parser.add_argument_group("gates and speed")
+    group.add_argument("--gates", action="store_true", help="what the heads of a TRA run do: forget gates, share of keys kept, share of the work "
+                       "that forgetting saves; on 100 examples of --split, or the first --window tokens of a text (default 4096)")
+    group.add_argument("--bench", action="store_true", help="time and memory, side by side. Without runs: a training step of the paper's mini model (windows "
+                       "to 4,096), attention alone (windows from 1,024), generation. With runs of wikitext: their perplexity pass. --windows sets the sizes, "
+                       "--examples the tokens of the text")
+    group.add_argument("--attn", type=attentions, metavar="A,A,...", help="--bench of these attentions (default all)")
+    group.add_argument("--batch", type=integer(1), metavar="N", help="--bench with this batch (default 4,096 tokens a training step, and 1)")
     args = parser.parse_args()
     device = pick_device(args.device)
-    measure = args.examples or args.mistakes or args.windows or args.prompt is not None
+    if args.bench:
+        return bench(args, device)
+    if not args.runs:
+        fail("RUN is missing: name at least one, for example python eval.py out/copy-*")
+    measure = args.examples or args.mistakes or args.windows or args.gates or args.prompt is not None
     records = []
     for run in args.runs:
         found = None if measure else read_record(run)
         if found is None:
-            ckpt = load_checkpoint(run)
-            if args.data:
-                ckpt["args"]["data"] = args.data
-            model, task = load_model(run, ckpt).to(device), load_task(run, ckpt)
+            ckpt, model, task = open_run(run, args, device)
             if task.metric != "perplexity" and (args.windows or args.prompt is not None):
                 fail(f"{run} was trained on {task.name}; --windows and --prompt are for runs of wikitext")
             if task.metric == "perplexity" and args.mistakes:
@@ -338,6 +587,9 @@ def main():
             if args.split and args.split not in tests:
                 fail(f"{run} has no test set {args.split!r}; choose one of {', '.join(tests)}")
             splits, count = [args.split] if args.split else tests, args.examples or ckpt["args"]["examples"]
+            if args.gates:
+                print_gates(run, model, task, args, device)
+                continue
             if args.prompt is not None:
                 continue_text(model, task, args, device)
                 continue

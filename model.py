@@ -31,8 +31,8 @@ def causal_mask(T, S, device):
 def sdpa(q, k, v, dropout_p, bias=None):
     """softmax(q k^T / sqrt(D) + bias) v over the causal keys, in torch's fused kernels; bias is (T, S) or (B, H, T, S)."""
     T, S = q.size(2), k.size(2)
-    if bias is None and T == S:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    if bias is None and T in (1, S):                        # a single query sees every key
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=T == S)
     mask = causal_mask(T, S, q.device)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -162,14 +162,15 @@ BLOCK = 64      # queries, and keys, in a block
 
 
 @torch.compiler.disable     # how far it goes depends on the data
-def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
+def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0, tell_reach=False):
     """tra_plain without T x S tensors, forward or backward, and without the work that forgetting makes pointless.
 
     Each block of queries walks leftward over the blocks of keys, from its own on, with a running count and softmax. On the
     way f_i * n_ij only falls, and S_ij <= |q_i| max|k_j| / sqrt(D) = b_i. So when query i has counted n keys, each key still
     ahead weighs at most exp(b_i + f_i * n). A block stops when, for all its queries, S times that is at most eps (of the
     dtype) times the weight so far: what is skipped moves the output by no more than 2 eps max|v|, which is rounding error.
-    A query that has kept nothing has no weight so far, and walks on.
+    A query that has kept nothing has no weight so far, and walks on. With tell_reach, also returns how many blocks to the left
+    each block of queries walked, (B, H, blocks).
     """
     B, H, T, D = q.shape
     S = k.size(2)
@@ -190,9 +191,10 @@ def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0
 
     seed = torch.randint(2**62, ()).item() if dropout_p else None           # the same masks in both passes,
     v = v / (1 - dropout_p) if dropout_p else v                             # of 0 and 1
-    out = TRABlocks.apply(blocks(q, before), blocks(k, 0), blocks(v, 0), blocks(f, before), blocks(enough, before, -torch.inf),
-                          own, left, (sparse, contextual, dropout_p, seed))
-    return out.view(B, H, -1, v.size(-1))[:, :, before:before + T]
+    out, reach = TRABlocks.apply(blocks(q, before), blocks(k, 0), blocks(v, 0), blocks(f, before), blocks(enough, before, -torch.inf),
+                                 own, left, (sparse, contextual, dropout_p, seed))
+    out = out.view(B, H, -1, v.size(-1))[:, :, before:before + T]
+    return (out, reach.view(B, H, -1)) if tell_reach else out
 
 
 def pick(x, rows):
@@ -252,11 +254,12 @@ class TRABlocks(torch.autograd.Function):
             reach[rows] += ~done & (pick(reach, rows) < pick(left, rows))
         ctx.save_for_backward(q, k, v, f, own, reach, out, lse)
         ctx.settings = settings
-        return out
+        ctx.mark_non_differentiable(reach)
+        return out, reach
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, dout, _):
         q, k, v, f, own, reach, out, lse = ctx.saved_tensors
         dq, dk, dv, df = map(torch.zeros_like, (q, k, v, f))
         inner = (dout * out).sum(-1, keepdim=True)                                          # (N, BLOCK, 1)
@@ -297,9 +300,13 @@ class Attention(nn.Module):
     def dropout_p(self):
         return self.config.dropout if self.training else 0.0
 
+    def heads(self, x):
+        """x (B, T, C) as q, k and v, (B, H, T, D) each."""
+        return self.qkv(x).view(*x.shape[:2], 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)
+
     def forward(self, x, cache=None):
         B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        q, k, v = self.heads(x)
         k, v = remember(cache, "k", k), remember(cache, "v", v)                             # (B, H, S, D)
         y = self.attend(x, q, k, v, cache)                                                  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
@@ -324,9 +331,13 @@ class TRA(Attention):
         super().__init__(config)
         self.forget = nn.Linear(config.n_embd, config.n_head)
 
+    def normalised(self, x, q, k):
+        """q and k as TRA scores them, and the gates of the queries, (B, H, T)."""
+        q, k = (F.rms_norm(y.contiguous(), y.shape[-1:]) for y in (q, k))                   # contiguous: faster, both passes
+        return q, k, F.logsigmoid(widen(self.forget(x))).transpose(1, 2)
+
     def attend(self, x, q, k, v, cache):
-        q, k = (F.rms_norm(y.contiguous(), y.shape[-1:]) for y in (q, k))                  # contiguous: faster, both passes
-        log_forget = F.logsigmoid(widen(self.forget(x))).transpose(1, 2)                   # (B, H, T), of the queries
+        q, k, log_forget = self.normalised(x, q, k)
         return tra_attention(q, k, v, log_forget, self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
 
 

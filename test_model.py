@@ -718,6 +718,9 @@ BAD_COMMANDS = [
     (eval_script, [], "RUN"),
     (eval_script, ["nowhere"], "nowhere"),
     (eval_script, ["nowhere", "--examples", "0"], "0"),
+    (eval_script, ["--bench", "--attn", "tra,none"], "none"),
+    (eval_script, ["--bench", "--window", "0"], "0"),
+    (eval_script, ["nowhere", "--bench"], "nowhere"),
     (tasks_script, ["--task", "copy", "--split", "7x"], "7x"),
     (tasks_script, ["--task", "copy", "--count", "-1"], "-1"),
     (tasks_script, ["--task", "copy", "--symbols", "4000000000"], "--symbols"),
@@ -1310,7 +1313,7 @@ def test_every_command_of_the_readme_runs(tmp_path):
         if words[0] == "data.py" and "--from" not in words:             # what would be fetched
             words[1:] = ["--tokenizer", "byte", "--from", "text.txt"]
         if words[0] == "eval.py":
-            words += ["--device", "cpu"]
+            words += ["--device", "cpu"] + ["--window", "8", "--tokens", "3"] * ("--bench" in words)
     driver = """
 import glob, json, runpy, sys
 folder, commands = sys.argv[1], json.loads(sys.argv[2])
@@ -1349,6 +1352,119 @@ def test_the_readmes_own_attention_works(monkeypatch):
     eye = torch.eye(40).view(1, 1, 40, 40)
     weights = model_script.window_attention(torch.randn(1, 1, 40, 4), torch.randn(1, 1, 40, 4), eye)[0, 0]
     assert ((weights > 0).sum(1) == torch.arange(1, 41).clamp(max=16)).all()
+
+# Speed and gates
+
+def test_peak_memory_counts_what_is_held_at_the_same_time():
+    held = torch.zeros(1000)
+
+    def one_after_the_other():
+        for _ in range(3):
+            torch.zeros(250, 1000)
+
+    def both():
+        return torch.zeros(250, 1000), torch.zeros(250, 1000), held + 1
+
+    for run, bytes_held in ((one_after_the_other, 1_000_000), (both, 2_004_000)):
+        assert bytes_held <= eval_script.peak_memory(run, "cpu") < bytes_held + 1000        # the allocator rounds up
+
+
+def test_race_takes_turns_and_keeps_the_best(monkeypatch):
+    order, times = [], iter([3.0, 9.0, 1.0, 4.0])
+    monkeypatch.setattr(eval_script, "seconds", lambda run, device: (run(), next(times))[1])
+    rows = eval_script.race("x", 10, 2, {"rope": lambda: order.append("rope"), "tra": lambda: order.append("tra")}, "cpu", rounds=2, memory=False)
+    assert order == ["rope", "tra"] * 2
+    assert [(row["name"], row["seconds"], row["ratio"], row["tokens_per_second"]) for row in rows] == [("rope", 1.0, 1.0, 20.0), ("tra", 4.0, 4.0, 5.0)]
+
+
+def test_seconds_and_memory_on_cuda_come_from_events_and_the_allocator(monkeypatch):
+    """No GPU here: a stand-in for torch.cuda that notes what is asked of it."""
+    asked = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        record = lambda self: asked.append("record")
+        synchronize = lambda self: asked.append("synchronize")
+        elapsed_time = lambda self, end: 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert eval_script.seconds(lambda: asked.append("run"), "cuda:0") == 0.25
+    assert asked == ["record", "run", "record", "synchronize"]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: asked.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
+    assert eval_script.peak_memory(lambda: asked.append("run"), "cuda") == 600 and asked[-2:] == ["reset", "run"]
+
+
+def test_bench_measures_every_attention_and_prints_markdown_or_json(capsys):
+    flags = ["--bench", "--window", "8", "--batch", "1", "--tokens", "3", "--device", "cpu"]
+    assert call(eval_script, *flags, "--attn", "tra,rope") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("|") == 4 * 9 + 6 * 7 and "perplexity" not in printed
+    assert call(eval_script, *flags, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    steps = [row for row in found["rows"] if row["what"] == "training step"]
+    assert [row["name"] for row in steps][0] == "rope" and {row["name"] for row in steps} == set(ATTENTIONS)
+    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 and row["tokens_per_second"] == 8 / row["seconds"] for row in steps)
+    assert {row["what"] for row in found["rows"]} == {"training step", "generation"} and steps[0]["ratio"] == 1
+    alone = eval_script.bench_attention(256, 1, "cpu")
+    assert [row["name"] for row in alone] == ["sdpa", "tra", "tra_plain"] * 2 and alone[1]["skipped"] == alone[4]["skipped"] > 0
+    assert alone[4]["peak_bytes"] < alone[5]["peak_bytes"]
+
+
+def test_bench_of_runs_is_their_perplexity_pass(tmp_path, capsys):
+    for attn in ("tra", "rope"):
+        assert call(train_script, "--attn", attn, *quick("wikitext"), "--out", tmp_path / attn) == 0
+    assert call(train_script, "--attn", "tra", *quick("copy"), "--out", tmp_path / "copy") == 0
+    capsys.readouterr()
+    assert call(eval_script, tmp_path / "tra", tmp_path / "rope", "--bench", "--windows", "16,32", "--examples", "101", "--json", "--device", "cpu") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["name"], row["window"]) for row in rows] == [("rope, seed 0", 16), ("tra, seed 0", 16), ("rope, seed 0", 32), ("tra, seed 0", 32)]
+    call(eval_script, tmp_path / "tra", "--windows", "32", "--examples", "101", "--json", "--device", "cpu")
+    measured = json.loads(capsys.readouterr().out)[0]["rows"][0]["results"]["32"]["mean"]
+    assert rows[3]["perplexity"] == measured and rows[3]["skipped"] == 0 and rows[2]["skipped"] is None
+    for runs in (("tra", "copy"), ("tra", "tra")):
+        assert call(eval_script, *(tmp_path / run for run in runs), "--bench", "--device", "cpu") == 2
+        assert "same text" in capsys.readouterr().err
+
+
+def test_gates_are_what_the_heads_do(tmp_path, capsys):
+    """Forget gates and kept keys by plain loops; the share of skipped blocks where it is known."""
+    model = tiny("tra", n_layer=2)
+    idx = torch.randint(0, model.config.vocab_size, (2, 9))
+    rows = eval_script.gates(model, idx)
+    x = model.embed(idx)
+    for layer, block in enumerate(model.blocks):
+        read = block.norm1(x)
+        q, k, _ = block.attn.heads(read)
+        forget = F.logsigmoid(block.attn.forget(read))
+        for head in range(model.config.n_head):
+            kept = sum(dot(q[b, head, i], k[b, head, j]) > 0 for b in range(2) for i in range(9) for j in range(i + 1)) / (2 * 45)
+            row = rows[layer * model.config.n_head + head]
+            assert (row["layer"], row["head"]) == (layer + 1, head + 1)
+            assert row["kept"] == pytest.approx(float(kept)) and row["forget"][1] == pytest.approx(forget[:, :, head].quantile(0.5).item())
+        x = block(x)
+    for bias, skipped in ((50.0, 0.0), (-1e5, 1 - (1 + 5 * 2) / 21)):           # forget nothing; or all but the nearest kept key
+        for block in model.blocks:
+            torch.nn.init.zeros_(block.attn.forget.weight)
+            torch.nn.init.constant_(block.attn.forget.bias, bias)
+        found = [row["skipped"] for row in eval_script.gates(model, torch.randint(0, model.config.vocab_size, (1, 6 * model_script.BLOCK)))]
+        assert all(share == pytest.approx(0) if bias > 0 else share >= skipped - 1e-6 for share in found), found
+
+    run = tmp_path / "run"
+    assert call(train_script, "--attn", "tra", *quick("copy"), "--out", run) == 0
+    assert call(train_script, "--attn", "tra", *quick("wikitext"), "--out", tmp_path / "text") == 0
+    assert call(train_script, "--attn", "rope", *quick("copy"), "--out", tmp_path / "rope") == 0
+    capsys.readouterr()
+    assert call(eval_script, run, "--gates", "--device", "cpu") == 0 and call(eval_script, tmp_path / "text", "--gates", "--window", "40", "--device", "cpu") == 0
+    printed = capsys.readouterr().out
+    assert "100 examples of 1x" in printed and "the first 40 tokens" in printed and printed.count("|") == 2 * 4 * 8
+    assert call(eval_script, run, "--gates", "--split", "2x", "--json", "--device", "cpu") == 0
+    assert len(json.loads(capsys.readouterr().out)["heads"]) == 2
+    assert call(eval_script, tmp_path / "rope", "--gates", "--device", "cpu") == 2 and "--gates is for tra" in capsys.readouterr().err
+
 
 # Crash safety: runs that are killed, files that cannot be trusted
 
