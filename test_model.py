@@ -6,6 +6,7 @@ independent parsers, training, and the command lines. What is parametrised over 
 """
 
 import cmath
+import functools
 import hashlib
 import http.server
 import io
@@ -581,6 +582,22 @@ def test_a_short_training_learns_flipflop_and_keeps_it_at_four_times_the_length(
     assert min(results.values()) >= 0.95, results
     losses = [row["loss"] for row in log(tmp_path / "run")]
     assert losses[0] > 0.3 and losses[-1] < 0.05
+
+
+@pytest.mark.parametrize("attn", ATTENTIONS)
+def test_compiled_training_has_the_same_losses_at_every_length(tmp_path, monkeypatch, capsys, attn):
+    """Lengths differ from step to step, and TRA takes both its forms. COMPILE=1: every attention, through the C++ compiler, in minutes."""
+    thorough = "COMPILE" in os.environ
+    if attn != "tra" and not thorough:
+        pytest.skip("takes a minute: set COMPILE=1")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="inductor" if thorough else "aot_eager"))
+    losses = []
+    for flag in ("--compile", "--no-compile"):
+        run = tmp_path / flag
+        flags = ["--seed", 189, "--length", 100, "--dropout", 0, "--log-every", 1, "--steps", 3, "--examples", 1, flag, "--out", run]
+        assert call(train_script, "--attn", attn, *quick("copy"), *flags) == 0
+        losses.append([row["loss"] for row in log(run)])
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def test_seeds_differ_and_settings_reach_the_model(tmp_path, capsys):
@@ -1315,6 +1332,7 @@ def test_every_command_of_the_readme_runs(tmp_path):
         if words[0] == "eval.py":
             words += ["--device", "cpu"] + ["--window", "8", "--tokens", "3"] * ("--bench" in words)
     driver = """
+import functools
 import glob, json, runpy, sys
 folder, commands = sys.argv[1], json.loads(sys.argv[2])
 sys.path.insert(0, folder)

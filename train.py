@@ -263,6 +263,8 @@ def train(out, args, ckpt):
         bad_checkpoint(out, "flags and config are not the same")
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, args["beta2"]), weight_decay=args["weight_decay"], fused=True)
+    if args["compile"]:
+        torch._functorch.config.view_replay_for_aliased_outputs = False     # torch 2.13 fails there at a second length
     trained = torch.compile(model) if args["compile"] else model        # the same weights; evaluation uses the plain one
 
     def get_batch(step):
