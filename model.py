@@ -297,12 +297,15 @@ class Attention(nn.Module):
     def dropout_p(self):
         return self.config.dropout if self.training else 0.0
 
+    def heads(self, x):
+        """x (B, T, C) -> q, k, v, (B, H, T, D) each."""
+        return self.qkv(x).view(*x.shape[:2], 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)
+
     def forward(self, x, cache=None):
-        B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        q, k, v = self.heads(x)                                                             # (B, H, T, D) each
         k, v = remember(cache, "k", k), remember(cache, "v", v)                             # (B, H, S, D)
         y = self.attend(x, q, k, v, cache)                                                  # (B, H, T, D)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class RoPE(Attention):
