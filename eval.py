@@ -220,6 +220,22 @@ def read_record(run):
     return found
 
 
+def replace_file(path, write):
+    """write(file) into a temporary file, flush it to disk, put it in the place of path: whole, or not at all."""
+    temporary = path + ".tmp"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        if os.path.exists(temporary):
+            os.remove(temporary)                        # half a file on a full disk helps nobody
+        full = isinstance(error.__context__, OSError)   # torch.save makes a RuntimeError of a full disk
+        raise error.__context__ if full else error
+
+
 def summarise(records):
     """Runs -> groups that share task and sizes, each a list of rows (one per label), each with all its runs' values."""
     groups = {}
