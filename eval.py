@@ -331,7 +331,7 @@ def continue_text(model, task, args, device):
 LABELS = ["tra", "rope", "cope", "nope", "alibi", "fox", "tra-no-sparse", "tra-no-contextual", "tra-no-sparse-no-contextual"]
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00",     # Okabe and Ito's, for every kind of eye,
            "#882255", "#999999", "#999933", "#44AA99"]                                      # and Tol's
-SHORT, LONG = 48, 128           # tokens in a picture of attention: by default at most, and at most
+SHORT, LONG = 48, 128           # tokens in a picture of attention: as far as an example is shown by itself, and the most that can be asked for
 
 
 def style(name):
@@ -568,12 +568,13 @@ def main():
     group.add_argument("--mistakes", type=integer(1), metavar="N", help="print N wrong examples of each run")
     group.add_argument("--json", action="store_true", default=None, help="the table as JSON, with every seed's value")
     group = parser.add_argument_group("pictures (FILE ends in .png, .svg or .pdf; they need matplotlib)")
-    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the table too: exact match by length, perplexity by window, with --windows also the loss by position")
+    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the table too: exact match by length, perplexity by "
+                       "window, with --windows also the loss by position")
     group.add_argument("--curves", type=picture, metavar="FILE", help="draw the training loss of each run, by its log.jsonl")
-    group.add_argument("--attention", type=picture, nargs="?", const=False, metavar="FILE", help="draw every head's attention weights on one example; without FILE the last query's, "
-                       "as text, for any number of runs and any length")
-    group.add_argument("--example", metavar="TEXT", help="for --attention: tokens with spaces between them, or for wikitext any text (default: the first of --split, or of "
-                       f"the first test set, its first {SHORT} tokens)")
+    group.add_argument("--attention", type=picture, nargs="?", const=False, metavar="FILE", help="draw every head's attention weights on one "
+                       "example; without FILE the last query's, as text, for any number of runs and any length")
+    group.add_argument("--example", metavar="TEXT", help="for --attention: tokens with spaces between them, or for wikitext any text (default: the "
+                       f"first example of --split, or of the first test set up to {SHORT} tokens)")
     group = parser.add_argument_group("wikitext")
     group.add_argument("--windows", type=windows, metavar="N,N,...", help="measure perplexity at these windows; with --json or --plot also the loss "
                        "by position in the longest")
