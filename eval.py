@@ -7,6 +7,10 @@ Measure trained runs: exact match on every test set, or perplexity at every wind
     python eval.py out/copy-* --json
     python eval.py out/wikitext-* --windows 128,1024,4096        # perplexity of the test text at these windows
     python eval.py out/wikitext-tra-s0 --prompt "The river "     # what it would write
+    python eval.py out/copy-* --plot copy.png                    # the table as a picture
+    python eval.py out/copy-* --curves loss.png                  # how they learned
+    python eval.py out/copy-tra-s0 --attention a.png --example "<bos> c a f <sep> c a"
+    python eval.py out/copy-tra-s0 --attention                   # the last query, in the terminal
 
 Exact match: an example counts as right only if every scored token is the model's first choice, given the true tokens before it
 (teacher forcing). That equals exact match of greedy generation: if the first choice is right at every position of the
@@ -20,20 +24,24 @@ every window size every token but the very first is scored exactly once, and the
 
 import argparse
 import codecs
+import io
 import itertools
 import json
 import math
 import os
+import re
 import statistics
+import sys
 import time
 import warnings
 from collections import OrderedDict
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from data import WikiText, encoding
-from model import ATTENTIONS, GPT, GPTConfig, causal_mask, tra_attention, tra_blocked, tra_plain
+from model import ATTENTIONS, GPT, GPTConfig, TRA, causal_mask, tra_attention, tra_blocked, tra_plain
 from tasks import Parser, fail, integer, make_task, number, script, show
 
 FORMAT = 1                      # of ckpt.pt
@@ -214,13 +222,32 @@ def read_record(run):
         results, sizes = found["results"], found["sizes"]
         texts = [found[key] for key in ("task", "attn", "scale", "metric", "label")] + [*results, *sizes]
         texts += [value for value in sizes.values() if type(value) is not int]
-        if not results or not all(0 <= value < 1e12 for value in results.values()) or not all(text.isprintable() for text in texts):
+        numbers = [*results.values(), *(value for value in sizes.values() if type(value) is int)]
+        if not results or not all(0 <= value < 1e12 for value in numbers) or not all(text.isprintable() for text in texts):
+            raise ValueError
+        if found["metric"] == "perplexity" and min(results.values()) < 1:
             raise ValueError
         if type(found["seed"]) is not int or type(found["examples"]) is not int:
             raise ValueError
     except Exception:           # JSON can hold nearly anything
         fail(f"{path} is damaged; python eval.py {run} --examples 500 measures again")
     return found
+
+
+def replace_file(path, write):
+    """write(file) into a temporary file, flush it to disk, put it in the place of path: whole, or not at all."""
+    temporary = path + ".tmp"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        if os.path.exists(temporary):
+            os.remove(temporary)                        # half a file on a full disk helps nobody
+        full = isinstance(error.__context__, OSError)   # torch.save makes a RuntimeError of a full disk
+        raise error.__context__ if full else error
 
 
 def summarise(records):
@@ -236,6 +263,12 @@ def summarise(records):
                          for s in splits for v in [[r["results"][s] for r in runs]]},
              **({"by_position": [r["by_position"] for r in runs]} if all("by_position" in r for r in runs) else {})}
             for name, runs in rows.items()]}
+
+
+def level(share):
+    """0 to 1 as one sign, rounded down: ▁ to █, or 0 to 9 where stdout cannot show blocks."""
+    signs = "▁▂▃▄▅▆▇█" if (sys.stdout.encoding or "").lower().replace("-", "") == "utf8" else "0123456789"
+    return signs[int(min(share, 1) * (len(signs) - 1))]
 
 
 def cell(result, metric, tokenizer):
@@ -266,8 +299,10 @@ def table(records):
             what = f"perplexity{' (bits per byte)' * (tokenizer == 'byte')} by window, {', '.join(f'{n:,}' for n in counts)} tokens scored at each"
         lines += [f"{group['task']}, {group['scale']} scale ({sizes}): {what}", ""]
         cells = [["attention", "seeds", *rows[0]["results"]]]
+        bars = metric != "perplexity" and sys.stdout.isatty() and level(1) == "█"         # a file gets pure Markdown
         for row in rows:
-            cells.append([row["attn"], str(len(row["seeds"]))] + [cell(r, metric, tokenizer) for r in row["results"].values()])
+            cells.append([row["attn"], str(len(row["seeds"]))] + [
+                cell(r, metric, tokenizer) + (" " + level(r["mean"]) if bars else "") for r in row["results"].values()])
         lines += [*markdown(cells), ""]
     return "\n".join(lines)
 
@@ -301,15 +336,231 @@ def continue_text(model, task, args, device):
     print()
 
 
+LABELS = ["tra", "rope", "cope", "nope", "alibi", "fox", "tra-no-sparse", "tra-no-contextual", "tra-no-sparse-no-contextual"]
+COLOURS = ["#D55E00", "#0072B2", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00",     # Okabe and Ito's, for every kind of eye,
+           "#882255", "#999999", "#999933", "#44AA99"]                                      # and Tol's
+SHORT, LONG = 48, 128           # tokens in a picture of attention: as far as an example is shown by itself, and the most that can be asked for
+
+
+def style(name):
+    """The colour and marker of a row, the same in every picture. An attention that someone adds takes the next ones."""
+    names = LABELS + [attn for attn in ATTENTIONS if attn not in LABELS]
+    i = names.index(name) if name in names else len(names)
+    return {"color": COLOURS[i % len(COLOURS)], "marker": "os^DvPX*"[i % 8], "linewidth": 1.5 if i else 2.5, "zorder": 2 if i else 3}
+
+
+def picture(path):
+    """An argparse type: a file to draw into. What could stop that is said now, not after minutes of measuring."""
+    if os.path.splitext(path)[1] not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{path!r} does not end in .png, .svg or .pdf")
+    try:
+        import matplotlib.figure
+        open(path + ".tmp", "wb").close()       # save_figure does so too
+        os.remove(path + ".tmp")
+    except ImportError:
+        fail("pictures need matplotlib: pip install matplotlib")
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+    return path if not os.path.isdir(path) else fail(f"cannot write {path}: it is a folder")
+
+
+def new_figure(rows, columns, width, height):
+    """A figure and its rows x columns panels, each of this width and height in inches."""
+    from matplotlib.figure import Figure        # not pyplot: no window, nothing global
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save_figure(figure, path):
+    """Into memory, then into the file: whole, or not at all."""
+    import matplotlib
+    drawn = io.BytesIO()
+    with warnings.catch_warnings(), matplotlib.rc_context({"text.parse_math": False}):      # a $ is a token like others
+        warnings.simplefilter("ignore")                                                     # signs that the font lacks
+        figure.savefig(drawn, format=path[-3:], dpi=min(110, 20_000 / max(figure.get_size_inches())))
+    replace_file(path, lambda file: file.write(drawn.getvalue()))
+    print(f"wrote {path}")
+
+
+def finish_panel(ax, log, **texts):
+    """Grid, legend and texts; plain numbers if the y axis is logarithmic."""
+    from matplotlib.ticker import LogFormatter
+    if log:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))     # only where there is room
+    ax.set(**texts)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize="small")
+
+
+def panels(group):
+    """What there is to draw of a group: title, labels of the axes, and for each row its name, x, and the values of its seeds at each x."""
+    rows, length, text = group["rows"], group["sizes"].get("length", 1), group["metric"] == "perplexity"
+    found, parts = {split: re.fullmatch(r"(?:(\w+)-)?(\d{1,7}(?:\.\d{1,3})?)(x?)", split) for split in rows[0]["results"]}, {}
+    for split, match in found.items():          # 1.5x, reverse-10x, or a window; if not all are, as for flip-flop, names
+        if all(found.values()) and type(length) is int:
+            parts.setdefault(match[1] or "", {})[split] = int(float(match[2]) * (length if match[3] else 1))
+        else:
+            parts.setdefault("", {})[split] = split
+    for part, x in parts.items():
+        yield (f"{group['task']} {part}".strip() + f", {group['scale']} scale", "window, tokens" if text else "length", "perplexity" if text else "exact match, %",
+               [(row["attn"], [*x.values()], [[v if text else 100 * v for v in row["results"][split]["values"]] for split in x]) for row in rows])
+    lines = [(row["attn"], list(zip(*row["by_position"]))) for row in rows if "by_position" in row]
+    if lines:
+        yield (f"{group['task']}, {group['scale']} scale", "position in the longest window, up to", "loss, nats per token",
+               [(name, [runs[0][1] for runs in bins], [[nats for _, _, nats in runs] for runs in bins]) for name, bins in lines])
+
+
+def draw_results(groups):
+    """The tables as a figure: a panel per task, or per instruction; mean over seeds, and from the lowest seed to the highest."""
+    todo = [(group, *panel) for group in groups for panel in panels(group)]
+    height = 1 if len(todo) < 4 else 2
+    figure, axes = new_figure(height, math.ceil(len(todo) / height), 5, 4)
+    for ax in axes.flat[len(todo):]:
+        ax.remove()
+    for ax, (group, title, x_label, y_label, lines) in zip(axes.flat, todo):
+        ticks, trained, text = lines[0][1], group["sizes"].get("length", group["sizes"].get("window")), group["metric"] == "perplexity"
+        named = isinstance(ticks[0], str)
+        for i, (name, x, values) in enumerate(lines):
+            look, low, high, seeds = style(name), [min(v) for v in values], [max(v) for v in values], len(values[0])
+            if named:                           # dots, side by side
+                look["linestyle"], x = "none", [at + (i - (len(lines) - 1) / 2) * min(0.16, 0.8 / len(lines)) for at in range(len(x))]
+                ax.vlines(x, low, high, color=look["color"], linewidth=4, alpha=0.4)
+            else:
+                ax.fill_between(x, low, high, color=look["color"], linewidth=0, alpha=0.15)
+            ax.plot(x, [statistics.fmean(v) for v in values], label=f"{name}, {seeds} seed{'s' * (seeds > 1)}", **look)
+        if not named and isinstance(trained, int):
+            ax.axvline(trained, color="gray", linestyle="--", linewidth=1, label="trained up to here")
+        finish_panel(ax, y_label == "perplexity", title=title, xlabel="test set" if named else x_label, ylabel=y_label,
+                     xscale="log" if text and not named else "linear", **({} if text else {"ylim": (-4, 104)}))
+        ticks = ticks if len(ticks) < 8 else ticks[::-2]
+        ax.set_xticks(range(len(ticks)) if named else ticks, ticks if named else [f"{tick:,}" for tick in ticks], fontsize="small")
+        ax.set_xticks([], minor=True)
+    if any(len(row["seeds"]) > 1 for group in groups for row in group["rows"]):
+        figure.supxlabel("mean over seeds; shaded: from the lowest seed to the highest", fontsize="small")
+    return figure
+
+
+def read_losses(run):
+    """run/log.jsonl as {"loss": [(step, loss), ...], "val_loss": ...}; without the half line that a killed run may have left."""
+    path = os.path.join(run, "log.jsonl")
+    if not os.path.isfile(path):
+        fail(f"{run} holds no log: there is no {path}")
+    try:
+        with open(path, "rb") as file:
+            rows = [json.loads(line) for line in file if line.endswith(b"\n")]
+        losses = {name: [(row["step"], row[name]) for row in rows if name in row] for name in ("loss", "val_loss")}
+        if not all(0 <= value < 1e12 for points in losses.values() for point in points for value in point):
+            raise ValueError
+    except Exception:           # a line can hold anything
+        fail(f"{path} is damaged")
+    return losses if losses["loss"] else fail(f"{path} has no loss yet")
+
+
+def draw_curves(runs, records):
+    """A panel per task: the training loss of every run, and its validation loss, dashed, if it has one."""
+    titles = [f"{found['task']}, {found['scale']} scale" for found in records]
+    figure, axes = new_figure(1, len(set(titles)), 5, 4)
+    axes = dict(zip(dict.fromkeys(titles), axes.flat))
+    for run, title, found in zip(runs, titles, records):
+        ax, losses, look = axes[title], read_losses(run), style(found["label"]) | {"linewidth": 0.9, "marker": ""}
+        known = [line.get_label() for line in ax.lines]
+        ax.plot(*zip(*losses["loss"]), label="_" * (found["label"] in known) + found["label"], **look)
+        if losses["val_loss"]:
+            ax.plot(*zip(*losses["val_loss"]), label="_" * ("validation" in known) + "validation", linestyle="--", **look)
+    for title, ax in axes.items():
+        finish_panel(ax, True, title=title, xlabel="step", ylabel="training loss, nats per scored token")
+    return figure
+
+
+def layers_of(model, idx):
+    """Yield each layer's attention and what it reads, (B, T, C), when the model reads idx (B, T)."""
+    model.eval()
+    x = model.embed(idx)
+    for block in model.blocks:
+        yield block.attn, block.norm1(x)
+        x = block(x)
+
+
 @torch.no_grad()
-def layer_inputs(model, idx):
-    """[(attention, x), ...], a layer each: what its attention reads when the model reads idx (B, T)."""
-    found = []
-    hooks = [block.attn.register_forward_pre_hook(lambda attn, args: found.append((attn, args[0]))) for block in model.blocks]
-    model.eval()(idx)
-    for hook in hooks:
-        hook.remove()
+def attention_weights(model, idx):
+    """For each layer, of idx (1, S): the weights (H, S, S), True where a key is kept, and TRA's distances n or None.
+
+    Attention is out = A v, whichever it is. So with the identity as v it returns A.
+    """
+    S, H, config, found = idx.size(1), model.config.n_head, model.config, []
+    mask = causal_mask(S, S, idx.device).expand(H, S, S)
+    for attn, x in layers_of(model, idx):
+        q, k, _ = attn.heads(x)
+        weights = attn.attend(x, q, k, torch.eye(S, device=idx.device).expand(1, H, S, S), None)[0]
+        keep, n = mask, None
+        if isinstance(attn, TRA):
+            q, k, _ = attn.normalised(x, q, k)
+            relevant = (q @ k.mT > 0)[0] & mask
+            keep = relevant if config.sparse else mask
+            n = (relevant if config.contextual else mask).flip(-1).cumsum(-1).flip(-1).cpu()
+        found.append((weights.cpu(), keep.cpu(), n))
     return found
+
+
+def pick_example(task, split, text):
+    """The tokens and their names: of a text, or of the first example of a test set; by default of few enough for a picture."""
+    if task.metric == "perplexity":
+        enc = encoding(task.meta["tokenizer"])
+        ids = task.tokens["test"][:int(split or SHORT)].tolist() if text is None else enc.encode(text, disallowed_special=())
+        names = [enc.decode_single_token_bytes(i).decode("utf-8", "backslashreplace") for i in ids]
+        names = [(name if name.isprintable() else repr(name)[1:-1]).replace(" ", "␣") for name in names]
+    elif text is None:
+        x, y = task.batch(split or list(task.splits)[1], TEST_SEED, 0, 1)
+        ids = x[0, :(y[0] >= 0).nonzero()[0][-1] + 1].tolist()[:None if split else SHORT]     # without padding
+        names = [task.vocab[i] for i in ids]
+    else:
+        names = text.split()
+        for name in names:
+            if name not in task.vocab:
+                fail(f"--example: {name!r} is not in the vocabulary of {task.name}: {' '.join(task.vocab)}")
+        ids = [task.vocab.index(name) for name in names]
+    return (ids, names) if ids else fail("--example is empty; give it at least one token")
+
+
+def draw_attention(title, names, layers):
+    """A row of panels per layer, a panel per head, queries against keys. Removed keys are gray; a kept key has a colour, however small its weight."""
+    S, H = len(names), layers[0][0].size(0)
+    side, small = max(2.5, 0.1 * S + 0.3), 7 if S <= SHORT else 5
+    figure, axes = new_figure(len(layers), H, side, side)
+    for (layer, head), ax in np.ndenumerate(axes):
+        weights, keep, n = (None if part is None else part[head] for part in layers[layer])
+        image = ax.imshow(weights.masked_fill(~keep, math.nan).numpy(), cmap="YlGnBu", vmin=0, vmax=1)
+        ax.imshow(torch.where(causal_mask(S, S, "cpu") & ~keep, 0.75, math.nan).numpy(), cmap="gray", vmin=0, vmax=1)
+        for i in range(S) if n is not None else ():
+            ax.text(S - 0.3, i, int(keep[i].sum()), fontsize=small, va="center", color="gray")
+            for j in keep[i].nonzero().flatten().tolist() if S <= 16 else ():
+                ax.text(j, i, int(n[i, j]), fontsize=small, ha="center", va="center", color="white" if weights[i, j] > 0.5 else "black")
+        ax.set_title(f"layer {layer + 1}, head {head + 1}", fontsize="medium")
+        ax.set_xticks(range(S), names if layer == len(layers) - 1 else [""] * S, rotation=90, fontsize=small)
+        ax.set_yticks(range(S), names if head == 0 else [""] * S, fontsize=small)
+        ax.tick_params(length=0)
+    figure.colorbar(image, ax=axes, label="weight", shrink=0.6)
+    figure.suptitle(title)
+    told = "; gray: removed; at the right: number of kept keys" + "; in a cell: distance n" * (S <= 16)
+    figure.supxlabel("keys (x) of each query (y)" + told * (n is not None), fontsize="small")
+    return figure
+
+
+def show_attention(model, task, title, args, device):
+    """Attention on one example: as a picture, or as text, where every key of the last query is followed by its weight, or by - if it was removed."""
+    ids, names = pick_example(task, args.split, args.example)
+    if args.attention and len(ids) > LONG:
+        fail(f"{len(ids)} tokens are too many for a picture, which shows up to {LONG}; --attention without a file shows any number")
+    layers = attention_weights(model, torch.tensor([ids], device=device))
+    if args.attention:
+        return save_figure(draw_attention(title, names, layers), args.attention)
+    print(f"{title}: what the last of {len(ids)} tokens attends to, from {level(0)} to {level(1)}; - is a removed key")
+    for layer, (weights, keep, _) in enumerate(layers, 1):
+        for head, (row, kept) in enumerate(zip(weights[:, -1].tolist(), keep[:, -1].tolist()), 1):
+            print(f"layer {layer} head {head} keeps {sum(kept)}:", *(f"{name}:{level(weight) if k else '-'}" for name, weight, k in zip(names, row, kept)))
+    print()
 
 
 def skipped_share(reach):
@@ -322,7 +573,7 @@ def skipped_share(reach):
 def gates(model, idx):
     """What TRA's heads do when they read idx (B, T): [{layer, head, forget, kept, skipped}, ...], means over queries."""
     rows = []
-    for layer, (attn, x) in enumerate(layer_inputs(model, idx)):
+    for layer, (attn, x) in enumerate(layers_of(model, idx)):
         q, k, v = attn.heads(x)
         q, k, log_forget = attn.normalised(x, q, k)
         reach = tra_blocked(q, k, v, log_forget, attn.config.sparse, attn.config.contextual, tell_reach=True)[1]
@@ -487,6 +738,23 @@ def bench_table(rows):
     return "\n".join(lines)
 
 
+def draw_bench(rows):
+    """Time by window, a panel for each thing that was measured at more than one."""
+    todo = [what for what in dict.fromkeys(row["what"] for row in rows) if len({row["window"] for row in rows if row["what"] == what}) > 1]
+    if not todo:
+        fail("--plot of --bench draws time by window: give --windows at least two that are measured")
+    figure, axes = new_figure(1, len(todo), 5, 4)
+    for ax, what in zip(axes.flat, todo):
+        for name in dict.fromkeys(row["name"] for row in rows if row["what"] == what):
+            found = [row for row in rows if (row["what"], row["name"]) == (what, name)]
+            ax.plot([row["window"] for row in found], [row["seconds"] for row in found], label=name, **style(name.split(",")[0]))
+        ticks = sorted({row["window"] for row in rows if row["what"] == what})
+        finish_panel(ax, True, title=what, xlabel="window, tokens", ylabel="seconds", xscale="log")
+        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize="small")
+        ax.set_xticks([], minor=True)
+    return figure
+
+
 def bench(args, device):
     """Speed and memory: of training, attention and generation, or of the perplexity pass of the runs that are named."""
     if not args.json:
@@ -514,6 +782,8 @@ def bench(args, device):
         rows += (new := part())
         if new and not args.json:
             print(bench_table(new), flush=True)
+    if args.plot:
+        save_figure(draw_bench(rows), args.plot)
     if args.json:
         print(json.dumps({"torch": torch.__version__, "device": str(device), "threads": torch.get_num_threads(), "rows": rows}, indent=1))
 
@@ -544,14 +814,24 @@ def open_run(run, args, device):
 def main():
     parser = Parser(prog="eval.py", description=__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders that train.py wrote, such as out/copy-tra-s0")
-    parser.add_argument("--examples", type=integer(1), metavar="N", help="measure again on N examples of each test set, or on the first N "
-                        "tokens of a test text (default: what eval.json says)")
-    parser.add_argument("--split", metavar="S", help="only this test set")
-    parser.add_argument("--mistakes", type=integer(1), metavar="N", help="print N wrong examples of each run")
-    parser.add_argument("--json", action="store_true", help="the table as JSON, with every seed's value")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, mps")
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--examples", type=integer(1), metavar="N", help="measure again on N examples of each test set, or on the first N "
+                       "tokens of a test text (default: what eval.json says)")
+    group.add_argument("--split", metavar="S", help="only this test set")
+    group.add_argument("--device", default="auto", help="auto (default), cpu, cuda, mps")
+    group = parser.add_argument_group("instead of the table")
+    group.add_argument("--mistakes", type=integer(1), metavar="N", help="print N wrong examples of each run")
+    group.add_argument("--json", action="store_true", default=None, help="the table as JSON, with every seed's value")
+    group = parser.add_argument_group("pictures (FILE ends in .png, .svg or .pdf; they need matplotlib)")
+    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the table too: exact match by length; perplexity by "
+                       "window, with --windows also the loss by position; with --bench, time by window")
+    group.add_argument("--curves", type=picture, metavar="FILE", help="draw the training loss of each run, by its log.jsonl")
+    group.add_argument("--attention", type=picture, nargs="?", const=False, metavar="FILE", help="draw every head's attention weights on one "
+                       "example; without FILE the last query's, as text, for any number of runs and any length")
+    group.add_argument("--example", metavar="TEXT", help="for --attention: tokens with spaces between them, or for wikitext any text (default: the "
+                       f"first example of --split, or of the first test set up to {SHORT} tokens)")
     group = parser.add_argument_group("wikitext")
-    group.add_argument("--windows", "--window", type=windows, metavar="N,N,...", help="measure perplexity at these windows; with --json also the loss "
+    group.add_argument("--windows", "--window", type=windows, metavar="N,N,...", help="measure perplexity at these windows; with --json or --plot also the loss "
                        "by position in the longest")
     group.add_argument("--data", metavar="DIR", help="the prepared text, if it is no longer where it was in training")
     group.add_argument("--prompt", metavar="TEXT", help="continue this text; it may be longer than the training window")
@@ -560,20 +840,35 @@ def main():
     group.add_argument("--top-k", type=integer(1), metavar="K", help="choose among the K likeliest tokens only")
     group.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of the choice (default 0)")
     group = parser.add_argument_group("gates and speed")
-    group.add_argument("--gates", action="store_true", help="what the heads of a TRA run do: forget gates, share of keys kept, share of the work "
+    group.add_argument("--gates", action="store_true", default=None, help="what the heads of a TRA run do: forget gates, share of keys kept, share of the work "
                        "that forgetting saves; on 100 examples of --split, or the first --window tokens of a text (default 4096)")
-    group.add_argument("--bench", action="store_true", help="time and memory, side by side. Without runs: a training step of the paper's mini model (windows "
+    group.add_argument("--bench", action="store_true", default=None, help="time and memory, side by side. Without runs: a training step of the paper's mini model (windows "
                        "to 4,096), attention alone (windows from 1,024), generation. With runs of wikitext: their perplexity pass. --windows sets the sizes, "
                        "--examples the tokens of the text")
     group.add_argument("--attn", type=attentions, metavar="A,A,...", help="--bench of these attentions (default all)")
     group.add_argument("--batch", type=integer(1), metavar="N", help="--bench with this batch (default 4,096 tokens a training step, and 1)")
     args = parser.parse_args()
+    modes = [name for name in ("mistakes", "prompt", "curves", "attention", "gates", "bench") if getattr(args, name) is not None] or ["table"]
+    if len(modes) > 1:
+        fail(f"--{modes[0]} and --{modes[1]} do not go together; ask for one at a time")
+    fits = {"json": "table gates bench", "plot": "table bench", "example": "attention", "split": "table mistakes attention gates",
+            "examples": "table mistakes bench", "windows": "table gates bench", "tokens": "prompt bench", "attn": "bench", "batch": "bench"}
+    for name, where in fits.items():
+        if getattr(args, name) is not None and modes[0] not in where.split():
+            fail(f"--{name} does not go with " + ("the table" if modes == ["table"] else f"--{modes[0]}") + ", but with "
+                 + ", ".join("the table" if mode == "table" else f"--{mode}" for mode in where.split()))
+    if args.json and args.plot:
+        fail("--json and --plot do not go together; ask for one at a time")
+    if args.example is not None and args.split:
+        fail("--example and --split both name an example; give one of them")
+    if args.attention and len(args.runs) > 1:
+        fail(f"--attention {args.attention} draws one run, not {len(args.runs)}; without a file it prints any number")
     device = pick_device(args.device)
     if args.bench:
         return bench(args, device)
     if not args.runs:
         fail("RUN is missing: name at least one, for example python eval.py out/copy-*")
-    measure = args.examples or args.mistakes or args.windows or args.gates or args.prompt is not None
+    measure = args.examples or args.mistakes or args.windows or args.gates or args.prompt is not None or args.attention is not None
     records = []
     for run in args.runs:
         found = None if measure else read_record(run)
@@ -593,19 +888,26 @@ def main():
             if args.prompt is not None:
                 continue_text(model, task, args, device)
                 continue
+            if args.attention is not None:
+                show_attention(model, task, f"{task.name} with {label(ckpt['args'])}, seed {ckpt['args']['seed']}", args, device)
+                continue
             if args.mistakes:
                 print_mistakes(run, model, task, splits, count, args.mistakes, device)
                 continue
-            found = record(ckpt["args"], task, count, evaluate(model, task, count, device, splits))
-            if args.windows and args.json:
+            found = record(ckpt["args"], task, count, {} if args.curves else evaluate(model, task, count, device, splits))
+            if args.windows and (args.json or args.plot):
                 found["by_position"] = loss_by_position(model, task.tokens["test"][:count], max(map(int, splits)), device)
         elif args.split:
             if args.split not in found["results"]:
                 fail(f"{run} has no test set {args.split!r}; choose one of {', '.join(found['results'])}")
             found["results"] = {args.split: found["results"][args.split]}
         records.append(found)
-    if records:
+    if args.curves:
+        save_figure(draw_curves(args.runs, records), args.curves)
+    elif records:
         print(json.dumps(list(summarise(records)), indent=1) if args.json else table(records), end="" if not args.json else "\n")
+    if args.plot:
+        save_figure(draw_results(list(summarise(records))), args.plot)
 
 
 if __name__ == "__main__":

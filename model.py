@@ -301,15 +301,14 @@ class Attention(nn.Module):
         return self.config.dropout if self.training else 0.0
 
     def heads(self, x):
-        """x (B, T, C) as q, k and v, (B, H, T, D) each."""
+        """x (B, T, C) -> q, k, v, (B, H, T, D) each."""
         return self.qkv(x).view(*x.shape[:2], 3, self.config.n_head, -1).permute(2, 0, 3, 1, 4)
 
     def forward(self, x, cache=None):
-        B, T, C = x.shape
-        q, k, v = self.heads(x)
+        q, k, v = self.heads(x)                                                             # (B, H, T, D) each
         k, v = remember(cache, "k", k), remember(cache, "v", v)                             # (B, H, S, D)
         y = self.attend(x, q, k, v, cache)                                                  # (B, H, T, D)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class RoPE(Attention):

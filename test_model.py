@@ -2040,6 +2040,218 @@ def help_text(script, capsys):
     assert call(script, "--help") == 0
     return capsys.readouterr().out
 
+
+# Pictures
+
+@pytest.mark.parametrize("attn", [*ATTENTIONS, "tra-no-sparse", "tra-no-contextual"])
+def test_attention_weights_are_those_that_the_model_uses(attn):
+    """Column j of the weights is what a value of 1 at key j, and 0 elsewhere, becomes; the sum with the values is the layer's output."""
+    model = tiny(attn.split("-")[0], sparse=attn != "tra-no-sparse", contextual=attn != "tra-no-contextual")
+    idx, inputs = torch.randint(0, 11, (1, 20)), []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda layer, args, out: inputs.append((layer, args[0], out)))
+    with torch.no_grad():
+        model(idx)
+        layers = eval_script.attention_weights(model, idx)
+        assert len(layers) == 2
+        for (A, keep, n), (layer, x, out) in zip(layers, inputs):
+            q, k, v = layer.heads(x)                                    # (1, 2, 20, 8) each
+            assert torch.allclose(layer.proj((A @ v[0]).transpose(0, 1).flatten(1)), out[0], atol=1e-5)
+            assert A.shape == (2, 20, 20) and (A[~keep] == 0).all() and not keep.triu(1).any()
+            if attn.split("-")[0] != "tra":
+                assert n is None and keep.sum() == 2 * 210 and torch.allclose(A.sum(-1), torch.ones(2, 20))
+                continue
+            assert 0 < keep.sum() < 2 * 210 or attn == "tra-no-sparse" and keep.sum() == 2 * 210
+            for h, i in ((h, i) for h in range(2) for i in range(20)):
+                scores = [dot(q[0, h, i].double(), k[0, h, j].double()).item() for j in range(i + 1)]
+                for j in range(i + 1):                                  # a norm changes no sign
+                    assert keep[h, i, j] == (scores[j] > 0 or attn == "tra-no-sparse")
+                    assert n[h, i, j] == (i - j + 1 if attn == "tra-no-contextual" else sum(s > 0 for s in scores[j:]))
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory, prepared):
+    """Two seeds of TRA, an ablation and a RoPE on copy, and one run of each other task, trained for an instant."""
+    folder = tmp_path_factory.mktemp("pictured")
+    for task, attn, seed, *flags in (("copy", "tra", 0), ("copy", "tra", 1), ("copy", "rope", 0), ("copy", "tra", 2, "--no-sparse"), ("instruct", "fox", 0),
+                                     ("flipflop", "cope", 0), ("wikitext", "tra", 0, "--eval-every", 2), ("wikitext", "tra", 1)):
+        run = folder / f"{task}-{attn}-s{seed}"
+        assert call(train_script, *quick(task, "--attn", attn, "--seed", seed, "--out", run, "--examples", 60, *flags)) == 0
+    return folder
+
+
+def drawn(monkeypatch, *argv):
+    """The axes of the picture that a command draws, after a look at the file."""
+    pytest.importorskip("matplotlib")
+    figures, save = [], eval_script.save_figure
+    monkeypatch.setattr(eval_script, "save_figure", lambda figure, path: (figures.append(figure), save(figure, path)))
+    assert call(eval_script, *argv) == 0
+    path = Path(argv[argv.index(next(word for word in argv if str(word).endswith(".png")))])
+    assert path.read_bytes().startswith(b"\x89PNG\r\n") and not os.path.exists(f"{path}.tmp")
+    return figures[-1].axes
+
+
+def lines_of(ax):
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+
+
+def test_a_plot_draws_the_numbers_of_the_table(tmp_path, monkeypatch, capsys, pictured):
+    runs = sorted(pictured.glob("copy-*"))
+    for run, value in zip(runs, (0.25, 0.5, 1.0, 0.75)):                # rope 0, tra 0 and 1, tra-no-sparse
+        record = json.loads((run / "eval.json").read_text())
+        record["results"] = {split: value / (i + 1) for i, split in enumerate(record["results"])}
+        shutil.copytree(run, tmp_path / run.name)
+        (tmp_path / run.name / "eval.json").write_text(json.dumps(record))
+    assert call(eval_script, *sorted(tmp_path.glob("copy-*"))) == 0
+    table = capsys.readouterr().out
+    axes = drawn(monkeypatch, *sorted(tmp_path.glob("copy-*")), pictured / "instruct-fox-s0", pictured / "flipflop-cope-s0", "--plot", tmp_path / "a.png")
+    out = capsys.readouterr().out
+    assert out.startswith(table) and out.endswith(f"wrote {tmp_path / 'a.png'}\n")
+    assert [ax.get_title() for ax in axes] == ["copy, laptop scale", *(f"instruct {name}, laptop scale" for name in TASKS["instruct"].instructions), "flipflop, laptop scale"]
+    lines, length = lines_of(axes[0]), SMALL["copy"]["length"]
+    assert list(lines) == ["rope, 1 seed", "tra, 2 seeds", "tra-no-sparse, 1 seed", "trained up to here"]
+    x, y = lines["tra, 2 seeds"]
+    assert x == [int(m * length) for m in (1, 1.5, 2, 3, 4, 6)] and y == pytest.approx([75 / i for i in range(1, 7)])
+    assert lines["trained up to here"][0] == [length, length]
+    band = axes[0].collections[1].get_paths()[0].vertices
+    assert band[:, 1].max() == pytest.approx(100) and band[:, 1].min() == pytest.approx(50 / 6)
+    assert lines_of(axes[2])["fox, 1 seed"][0] == [m * SMALL["instruct"]["length"] for m in (1, 2, 4, 10)]
+    results = json.loads((pictured / "flipflop-cope-s0" / "eval.json").read_text())["results"]
+    assert [label.get_text() for label in axes[5].get_xticklabels()] == list(results)
+    assert lines_of(axes[5])["cope, 1 seed"][1] == [100 * v for v in results.values()]
+
+
+def test_a_plot_of_a_text_has_windows_and_with_windows_positions(tmp_path, monkeypatch, capsys, pictured):
+    runs = sorted(pictured.glob("wikitext-*"))
+    axes = drawn(monkeypatch, *runs, "--plot", tmp_path / "a.png")
+    values = [json.loads((run / "eval.json").read_text())["results"] for run in runs]
+    x, y = lines_of(axes[0])["tra, 2 seeds"]
+    assert len(axes) == 1 and x == [6, 12, 24, 48, 96, 192] and y == pytest.approx([(values[0][str(w)] + values[1][str(w)]) / 2 for w in x])
+    assert (axes[0].get_xscale(), axes[0].get_yscale(), lines_of(axes[0])["trained up to here"][0]) == ("log", "log", [6, 6])
+    capsys.readouterr()
+    assert call(eval_script, *runs, "--windows", "6,20", "--json") == 0
+    places = json.loads(capsys.readouterr().out)[0]["rows"][0]["by_position"]
+    axes = drawn(monkeypatch, *runs, "--windows", "6,20", "--plot", tmp_path / "b.png")
+    x, y = lines_of(axes[1])["tra, 2 seeds"]
+    assert len(axes) == 2 and x == [1, 2, 4, 8, 16, 20] and y == pytest.approx([(a[2] + b[2]) / 2 for a, b in zip(*places)])
+    assert axes[1].get_xscale() == "log" and axes[1].get_yscale() == "linear"
+
+
+def test_every_row_has_its_own_colour_or_marker(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "window", ATTENTIONS["rope"])
+    names = [*ATTENTIONS, "tra-no-sparse", "tra-no-contextual", "tra-no-sparse-no-contextual", "someone-elses"]
+    looks = {name: eval_script.style(name) for name in names}
+    assert len({look["color"] for look in looks.values()}) == len(names)
+    assert looks["tra"]["linewidth"] > max(look["linewidth"] for name, look in looks.items() if name != "tra")
+
+
+def test_curves_draw_the_log(tmp_path, monkeypatch, capsys, pictured):
+    unfinished = shutil.copytree(pictured / "copy-tra-s1", tmp_path / "unfinished")
+    (unfinished / "eval.json").unlink()
+    with open(unfinished / "log.jsonl", "ab") as file:
+        file.write(b'{"step": 8, "lo')
+    axes = drawn(monkeypatch, pictured / "copy-tra-s0", unfinished, pictured / "wikitext-tra-s0", "--curves", tmp_path / "a.png")
+    assert [ax.get_title() for ax in axes] == ["copy, laptop scale", "wikitext, laptop scale"] and {ax.get_yscale() for ax in axes} == {"log"}
+    for line, run in zip(axes[0].lines, (pictured / "copy-tra-s0", pictured / "copy-tra-s1")):
+        assert [*zip(*line.get_data())] == [(row["step"], row["loss"]) for row in log(run)]
+    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["tra"]
+    dashed = [line for line in axes[1].lines if line.get_linestyle() == "--"]
+    assert [[*zip(*line.get_data())] for line in dashed] == [[(row["step"], row["val_loss"]) for row in log(pictured / "wikitext-tra-s0") if "val_loss" in row]]
+    for text in (b"", b"garbage\n", b"[]\n", b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "loss": NaN}\n', b'{"loss": 1}\n', b"[" * 10**5 + b"\n", None):
+        (unfinished / "log.jsonl").write_bytes(text) if text is not None else (unfinished / "log.jsonl").unlink()
+        code, error = silently(capsys, eval_script, unfinished, "--curves", tmp_path / "b.png")
+        assert code == 2 and "log.jsonl" in error and not (tmp_path / "b.png").exists()
+
+
+def test_a_picture_of_attention_shows_weights_and_removed_keys(tmp_path, monkeypatch, capsys, pictured):
+    words = "<bos> a b <sep> a".split()
+    task = make_task("copy", "laptop", **SMALL["copy"])
+    for name in ("copy-tra-s0", "copy-rope-s0"):
+        axes = drawn(monkeypatch, pictured / name, "--attention", tmp_path / f"{name}.png", "--example", " ".join(words), "--device", "cpu")
+        model = eval_script.load_model("", eval_script.load_checkpoint(pictured / name))
+        A, keep, n = eval_script.attention_weights(model, torch.tensor([[task.vocab.index(word) for word in words]]))[0]
+        assert len(axes) == 3                                           # one layer, two heads, the colours
+        for head, ax in enumerate(axes[:2]):
+            kept, removed = (np.ma.getmaskarray(image.get_array()) for image in ax.images)
+            assert (kept == ~keep[head].numpy()).all() and (removed == (keep[head] | ~causal_mask(5, 5, "cpu")).numpy()).all()
+            assert np.allclose(np.ma.filled(ax.images[0].get_array(), 0), A[head])
+            assert [label.get_text() for label in ax.get_xticklabels()] == words
+            texts = [] if n is None else [str(int(v)) for i in range(5) for v in [keep[head, i].sum(), *n[head, i][keep[head, i]]]]
+            assert [text.get_text() for text in ax.texts] == texts
+    monkeypatch.setattr(eval_script, "LONG", 4)
+    capsys.readouterr()
+    code, error = silently(capsys, eval_script, pictured / "copy-tra-s0", "--attention", tmp_path / "b.png", "--example", " ".join(words))
+    assert code == 2 and "5 tokens" in error and not (tmp_path / "b.png").exists()
+
+
+def test_attention_as_text(tmp_path, monkeypatch, capsys, pictured):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)                # not needed
+    runs = [pictured / name for name in ("copy-tra-s0", "copy-rope-s0")]
+    assert call(eval_script, *runs, "--attention", "--example", "<bos> a <sep>", "--device", "cpu") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if "keeps" not in line and line] == ["copy with tra, seed 0", "copy with rope, seed 0"]
+    marks = [dict(word.split(":") for word in line.split()[6:]) for line in lines if line.startswith("layer 1 head")]
+    counts = [int(line.split()[5][:-1]) for line in lines if line.startswith("layer 1 head")]
+    assert len(marks) == 4 and all(list(mark) == ["<bos>", "a", "<sep>"] for mark in marks) and counts[2:] == [3, 3]
+    assert counts == [sum(sign != "-" for sign in mark.values()) for mark in marks]
+    model = eval_script.load_model("", eval_script.load_checkpoint(runs[0]))
+    A, keep, _ = eval_script.attention_weights(model, torch.tensor([[0, 3, 1]]))[0]
+    assert [*marks[0].values()] == ["▁▂▃▄▅▆▇█"[int(w * 7)] if k else "-" for w, k in zip(A[0, -1].tolist(), keep[0, -1])]
+    for flags, words in ((["--split", "2x"], 2 * SMALL["copy"]["length"] + 2 + 2 * SMALL["copy"]["length"]), ([], 2 * SMALL["copy"]["length"] + 2)):
+        assert call(eval_script, runs[0], "--attention", *flags) == 0
+        assert f"last of {words} tokens" in capsys.readouterr().out
+    assert call(eval_script, pictured / "wikitext-tra-s0", "--attention", "--example", "a $b\nï") == 0
+    assert [word.split(":")[0] for word in capsys.readouterr().out.splitlines()[1].split()[6:]] == ["a", "␣", "$", "b", "\\n", "\\xc3", "\\xaf"]
+    assert call(eval_script, pictured / "wikitext-tra-s0", "--attention") == 0
+    assert f"last of {eval_script.SHORT} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal, encoding, marks", [(True, "utf-8", "▄█"), (False, "utf-8", ""), (True, "ascii", "")])
+def test_cells_have_bars_on_a_terminal_only(monkeypatch, terminal, encoding, marks):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdout", screen)
+    record = {"task": "copy", "seed": 0, "scale": "laptop", "metric": "exact match", "examples": 9, "results": {"1x": 0.5, "2x": 1.0}, "label": "tra", "sizes": {"length": 4}}
+    assert "".join(sign for sign in eval_script.table([record]) if sign in "▁▂▃▄▅▆▇█") == marks
+    cells = [cell.strip() for cell in eval_script.table([record]).splitlines()[4].split("|")[1:-1]]
+    assert cells == ["tra", "1", *(f"{value} {mark}".strip() for value, mark in zip(("50.0", "100.0"), marks or ["", ""]))]
+    text = {**record, "metric": "perplexity"}
+    assert "█" not in eval_script.table([text])
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--plot", "a.gif"], ["a.gif", ".png"]), (["--plot", ""], [".png"]), (["--plot", "missing/a.png"], ["missing/a.png", "No such file"]), (["--plot", "folder.png"], ["folder"]),
+    (["--plot", "a.png", "--mistakes", 2], ["--plot", "--mistakes"]), (["--plot", "a.png", "--json"], ["--plot", "--json"]), (["--plot", "a.png", "--split", "9x"], ["9x"]),
+    (["--plot", "a.png", "--windows", 9], ["--windows"]), (["--curves", "a.png", "--attention"], ["--curves", "--attention"]), (["--curves", "a.png", "--split", "1x"], ["--split"]),
+    (["--attention", "--examples", 2], ["--examples"]), (["--example", "a"], ["--attention"]), (["--attention", "--example", "a", "--split", "1x"], ["--example", "--split"]),
+    (["run", "--attention", "a.png"], ["one run"]), (["--attention", "--example", "a ? b"], ["'?'", "<sep>"]), (["--attention", "--example", " "], ["empty"]),
+    (["nowhere", "--plot", "a.png"], ["nowhere"]), (["nowhere", "--curves", "a.png"], ["nowhere"]), (["nowhere", "--attention"], ["nowhere"])], ids=lambda words: " ".join(map(str, words)))
+def test_bad_flags_for_pictures_get_one_line_and_no_file(tmp_path, monkeypatch, capsys, trained, flags, words):
+    if any(str(flag).endswith(".png") for flag in flags):
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "run")
+    os.mkdir("folder.png")
+    before = files(tmp_path)
+    code, error = silently(capsys, eval_script, "run", *flags)
+    assert code == 2 and all(word in error for word in words), error
+    assert files(tmp_path) == before
+
+
+def test_without_matplotlib_or_on_a_full_disk_there_is_one_line_and_no_picture(tmp_path, monkeypatch, capsys, trained):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        patch.setattr(eval_script, "load_checkpoint", lambda run: 1 / 0)        # it is said before anything is measured
+        for flag in ("--plot", "--curves", "--attention"):
+            code, error = silently(capsys, eval_script, trained, flag, tmp_path / "a.png", *["--examples", 9][:2 * (flag == "--plot")])
+            assert code == 2 and "pip install matplotlib" in error
+    pytest.importorskip("matplotlib")
+    (tmp_path / "a.png").write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", lambda file: os.pread(-1, 1, 0))           # an OSError
+    assert silently(capsys, eval_script, trained, "--plot", tmp_path / "a.png")[0] == 2
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.png", b"old")]
+
+
 # Long sequences
 
 def test_cope_by_rows_is_the_same_function():

@@ -25,8 +25,8 @@ from dataclasses import asdict
 
 import torch
 
-from eval import (FORMAT, bad_checkpoint, check_tensors, evaluate, label, load_checkpoint, load_model, open_task, pick_device, record, table,
-                  validate)
+from eval import (FORMAT, bad_checkpoint, check_tensors, evaluate, label, load_checkpoint, load_model, open_task, pick_device, record,
+                  replace_file, table, validate)
 from model import ATTENTIONS, GPT, GPTConfig
 from tasks import TASKS, Parser, add_size_flags, fail, integer, number, script
 
@@ -152,22 +152,6 @@ def learning_rate(step, args):
     if step < warm:
         return args["lr"] * (step + 1) / warm
     return args["lr"] * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, args["steps"] - warm)))
-
-
-def replace_file(path, write):
-    """write(file) into a temporary file, flush it to disk, put it in the place of path: whole, or not at all."""
-    temporary = path + ".tmp"
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        if os.path.exists(temporary):
-            os.remove(temporary)                        # half a file on a full disk helps nobody
-        full = isinstance(error.__context__, OSError)   # torch.save makes a RuntimeError of a full disk
-        raise error.__context__ if full else error
 
 
 def random_states(kind):
