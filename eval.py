@@ -24,6 +24,7 @@ every window size every token but the very first is scored exactly once, and the
 
 import argparse
 import codecs
+import functools
 import io
 import itertools
 import json
@@ -653,44 +654,36 @@ def race(what, window, batch, contestants, device, tokens=None, rounds=6, memory
 
 def bench_step(attns, window, batch, device):
     """A training step of the paper's mini model, on random tokens."""
-    models, steps = {}, {}
     x, y = torch.randint(256, (2, batch, window), device=device)
-    for attn in attns:
-        models[attn] = GPT(GPTConfig(attn=attn, vocab_size=256)).to(device)
-        optimizer = torch.optim.AdamW(models[attn].parameters(), lr=0.0, fused=True)        # the weights stay as they are
+    models = {attn: GPT(GPTConfig(attn=attn, vocab_size=256)).to(device) for attn in attns}
 
-        def step(model=models[attn].train(), optimizer=optimizer):
-            model(x, y)[1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def step(model, optimizer):
+        model(x, y)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        steps[attn] = step
-    rows = race("training step", window, batch, steps, device)
+    rows = race("training step", window, batch, {        # with a learning rate of 0: the weights stay as they are
+        attn: functools.partial(step, model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)) for attn, model in models.items()}, device)
     for row in rows:
         if row["name"] == "tra":
             row["skipped"] = statistics.fmean(head["skipped"] for head in gates(models["tra"], x))
     return rows
 
 
-def bench_attention(window, batch, device):
+def bench_attention(window, batch, backward, device):
     """The attention alone, 8 heads of width 64, gates at -0.5: torch's own kernel, TRA, and its plain form while that fits."""
     q, k, v = torch.randn(3, batch, 8, window, 64, device=device)
-    q, k = F.rms_norm(q, (64,)), F.rms_norm(k, (64,))
-    f = torch.full(q.shape[:3], -0.5, device=device)
+    q, k, f = F.rms_norm(q, (64,)), F.rms_norm(k, (64,)), torch.full((batch, 8, window), -0.5, device=device)
+    skipped = skipped_share(tra_blocked(q, k, v, f, tell_reach=True)[1]).mean().item()
     contestants = {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), "tra": lambda: tra_attention(q, k, v, f)}
     if window <= 4096:
         contestants["tra_plain"] = lambda: tra_plain(q, k, v, f)
-    with torch.no_grad():
-        rows = race("attention, forward", window, batch, contestants, device)
-    for x in (q, k, v, f):
-        x.requires_grad_()
-    both = {name: lambda run=run: torch.autograd.grad(run().sum(), (q, k, v)) for name, run in contestants.items()}
-    rows += race("attention, forward and backward", window, batch, both, device)
-    for row in rows:
-        if row["name"] == "tra":
-            with torch.no_grad():
-                row["skipped"] = skipped_share(tra_blocked(q, k, v, f, tell_reach=True)[1]).mean().item()
-    return rows
+    if backward:
+        for x in (q, k, v, f):
+            x.requires_grad_()
+        contestants = {name: lambda run=run: run().sum().backward() for name, run in contestants.items()}
+    rows = race("attention, forward" + " and backward" * backward, window, batch, contestants, device)
+    return [row | {"skipped": skipped} if row["name"] == "tra" else row for row in rows]
 
 
 def bench_generation(attn, count, device):
@@ -703,7 +696,7 @@ def bench_generation(attn, count, device):
         for _ in range(count):
             idx = torch.cat((idx, model(idx)[0][:, -1:].argmax(-1)), dim=1)
 
-    contestants = {f"{attn}, cache": lambda: model.generate(start, count, temperature=0), f"{attn}, none": without}
+    contestants = {f"{attn}, cache": lambda: model.generate(start, count, temperature=0), f"{attn}, no cache": without}
     return race("generation", count, 1, contestants, device, tokens=count, rounds=2, memory=False)
 
 
@@ -724,18 +717,15 @@ def bench_text(models, tokens, window, device):
     return rows
 
 
-def bench_table(rows):
-    """Markdown: a table for each thing that was measured."""
-    lines = []
-    for what in dict.fromkeys(row["what"] for row in rows):
-        cells = [["", "window", "batch", "time, ms", "ratio", "tokens/s", "peak memory, MB", "key blocks skipped, %", "perplexity"]]
-        for row in (row for row in rows if row["what"] == what):
-            cells.append([row["name"], f"{row['window']:,}", str(row["batch"]), f"{1000 * row['seconds']:,.0f}", f"{row['ratio']:.2f}",
-                          f"{row['tokens_per_second']:,.0f}", "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}",
-                          "" if row["skipped"] is None else f"{100 * row['skipped']:.1f}", f"{row['perplexity']:.2f}" if "perplexity" in row else ""])
-        used = [i for i, column in enumerate(zip(*cells)) if i == 0 or any(column[1:])]
-        lines += [f"{what}; ratio to the first row of its window:", "", *markdown([[line[i] for i in used] for line in cells]), ""]
-    return "\n".join(lines)
+def bench_table(what, rows):
+    """Markdown; columns that nothing has are left out."""
+    cells = [["", "window", "batch", "time, ms", "ratio", "tokens/s", "peak memory, MB", "key blocks skipped, %", "perplexity"]]
+    for row in rows:
+        cells.append([row["name"], f"{row['window']:,}", str(row["batch"]), f"{1000 * row['seconds']:,.0f}", f"{row['ratio']:.2f}",
+                      f"{row['tokens_per_second']:,.0f}", "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}",
+                      "" if row["skipped"] is None else f"{100 * row['skipped']:.1f}", f"{row['perplexity']:.2f}" if "perplexity" in row else ""])
+    used = [i for i, column in enumerate(zip(*cells)) if i == 0 or any(column[1:])]
+    return "\n".join([f"{what}; ratio to the first row of its window:", "", *markdown([[line[i] for i in used] for line in cells]), ""])
 
 
 def draw_bench(rows):
@@ -755,51 +745,54 @@ def draw_bench(rows):
     return figure
 
 
-def bench(args, device):
-    """Speed and memory: of training, attention and generation, or of the perplexity pass of the runs that are named."""
-    if not args.json:
-        print(f"torch {torch.__version__} on {device}, {torch.get_num_threads()} CPU threads; side by side in one process, the best of several rounds\n")
-    parts, sizes = [], [int(window) for window in args.windows or ()]
+def measurements(args, device):
+    """What --bench measures, row by row: training, attention and generation; or the perplexity pass of the runs that are named."""
+    sizes = [int(window) for window in args.windows or ()]
     if args.runs:
-        ckpts, nets, tasks = zip(*(open_run(run, args, device) for run in args.runs))
-        models = {f"{label(ckpt['args'])}, seed {ckpt['args']['seed']}": model for ckpt, model in zip(ckpts, nets)}
-        if any(task.metric != "perplexity" or task.sizes != tasks[0].sizes for task in tasks) or len(models) < len(tasks):
+        ckpts, models, tasks = zip(*(open_run(run, args, device) for run in args.runs))
+        named = {f"{label(ckpt['args'])}, seed {ckpt['args']['seed']}": model for ckpt, model in zip(ckpts, models)}
+        if any(task.metric != "perplexity" or task.sizes != tasks[0].sizes for task in tasks) or len(named) < len(models):
             fail("--bench takes runs of wikitext on the same text, each with its own attention or seed")
-        models = dict(sorted(models.items(), key=lambda item: item[1].config.attn != "rope"))
+        named = dict(sorted(named.items(), key=lambda item: item[1].config.attn != "rope"))     # the others are compared with RoPE
         sizes = sizes or [4096, 16384]
         tokens = tasks[0].tokens["test"][:args.examples or 2 * max(sizes) + 1]
         if len(tokens) <= max(sizes):
             fail(f"{len(tokens):,} tokens of test text are too few for a window of {max(sizes):,}")
-        parts = [lambda: [row for window in sizes for row in bench_text(models, tokens, window, device)]]
-    else:
-        attns = sorted(args.attn or ATTENTIONS, key=lambda name: name != "rope")        # the others are compared with RoPE
-        batch = lambda window: args.batch or max(1, 4096 // window)
-        parts = [lambda: [row for window in sizes or [256, 1024] if window <= 4096 for row in bench_step(attns, window, batch(window), device)],
-                 lambda: [row for window in sizes or [1024, 4096, 16384] if window >= 1024 for row in bench_attention(window, args.batch or 1, device)],
-                 lambda: [row for attn in attns for row in bench_generation(attn, args.tokens or 512, device)]]
+        for window in sizes:
+            yield from bench_text(named, tokens, window, device)
+        return
+    attns = sorted(args.attn or ATTENTIONS, key=lambda name: name != "rope")
+    for window in sizes or [256, 1024]:
+        if window <= 4096:
+            yield from bench_step(attns, window, args.batch or max(1, 4096 // window), device)
+    for backward in (False, True):
+        for window in sizes or [1024, 4096, 16384]:
+            if window >= 1024:
+                yield from bench_attention(window, args.batch or 1, backward, device)
+    for attn in attns:
+        yield from bench_generation(attn, args.tokens or 512, device)
+
+
+def bench(args, device):
+    """Print each table as soon as it is measured; or everything as JSON."""
+    about = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
+    if not args.json:
+        print(f"torch {about['torch']} on {device}, {about['threads']} CPU threads; side by side in one process, the best of several rounds\n", flush=True)
     rows = []
-    for part in parts:
-        rows += (new := part())
-        if new and not args.json:
-            print(bench_table(new), flush=True)
+    for what, new in itertools.groupby(measurements(args, device), key=lambda row: row["what"]):
+        rows += (new := list(new))
+        if not args.json:
+            print(bench_table(what, new), flush=True)
     if args.plot:
         save_figure(draw_bench(rows), args.plot)
     if args.json:
-        print(json.dumps({"torch": torch.__version__, "device": str(device), "threads": torch.get_num_threads(), "rows": rows}, indent=1))
+        print(json.dumps(about | {"rows": rows}, indent=1))
 
 
 def windows(text):
     """An argparse type: 128,256,512"""
     parts = [integer(1, 2**20)(part) for part in text.split(",")]
     return [str(part) for part in dict.fromkeys(parts)]
-
-
-def attentions(text):
-    """An argparse type: tra,rope"""
-    names = list(dict.fromkeys(text.split(",")))
-    if not set(names) <= set(ATTENTIONS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not made of {', '.join(ATTENTIONS)}")
-    return names
 
 
 def open_run(run, args, device):
@@ -845,7 +838,7 @@ def main():
     group.add_argument("--bench", action="store_true", default=None, help="time and memory, side by side. Without runs: a training step of the paper's mini model (windows "
                        "to 4,096), attention alone (windows from 1,024), generation. With runs of wikitext: their perplexity pass. --windows sets the sizes, "
                        "--examples the tokens of the text")
-    group.add_argument("--attn", type=attentions, metavar="A,A,...", help="--bench of these attentions (default all)")
+    group.add_argument("--attn", nargs="+", choices=ATTENTIONS, metavar="A", help="--bench of these attentions (default all)")
     group.add_argument("--batch", type=integer(1), metavar="N", help="--bench with this batch (default 4,096 tokens a training step, and 1)")
     args = parser.parse_args()
     modes = [name for name in ("mistakes", "prompt", "curves", "attention", "gates", "bench") if getattr(args, name) is not None] or ["table"]

@@ -735,7 +735,7 @@ BAD_COMMANDS = [
     (eval_script, [], "RUN"),
     (eval_script, ["nowhere"], "nowhere"),
     (eval_script, ["nowhere", "--examples", "0"], "0"),
-    (eval_script, ["--bench", "--attn", "tra,none"], "none"),
+    (eval_script, ["--bench", "--attn", "tra", "none"], "none"),
     (eval_script, ["--bench", "--window", "0"], "0"),
     (eval_script, ["nowhere", "--bench"], "nowhere"),
     (tasks_script, ["--task", "copy", "--split", "7x"], "7x"),
@@ -1418,7 +1418,7 @@ def test_seconds_and_memory_on_cuda_come_from_events_and_the_allocator(monkeypat
 
 def test_bench_measures_every_attention_and_prints_markdown_or_json(capsys):
     flags = ["--bench", "--window", "8", "--batch", "1", "--tokens", "3", "--device", "cpu"]
-    assert call(eval_script, *flags, "--attn", "tra,rope") == 0
+    assert call(eval_script, *flags, "--attn", "tra", "rope") == 0
     printed = capsys.readouterr().out
     assert printed.count("|") == 4 * 9 + 6 * 7 and "perplexity" not in printed
     assert call(eval_script, *flags, "--json") == 0
@@ -1427,9 +1427,20 @@ def test_bench_measures_every_attention_and_prints_markdown_or_json(capsys):
     assert [row["name"] for row in steps][0] == "rope" and {row["name"] for row in steps} == set(ATTENTIONS)
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 and row["tokens_per_second"] == 8 / row["seconds"] for row in steps)
     assert {row["what"] for row in found["rows"]} == {"training step", "generation"} and steps[0]["ratio"] == 1
-    alone = eval_script.bench_attention(256, 1, "cpu")
-    assert [row["name"] for row in alone] == ["sdpa", "tra", "tra_plain"] * 2 and alone[1]["skipped"] == alone[4]["skipped"] > 0
+    alone = [row for backward in (False, True) for row in eval_script.bench_attention(256, 1, backward, "cpu")]
+    assert [row["name"] for row in alone] == ["sdpa", "tra", "tra_plain"] * 2 and alone[1]["skipped"] > 0 and alone[4]["skipped"] > 0
     assert alone[4]["peak_bytes"] < alone[5]["peak_bytes"]
+
+
+def test_bench_can_be_drawn(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    rows = [{"what": "training step", "name": name, "window": window, "seconds": factor * window / 1e3}
+            for name, factor in (("rope", 1), ("tra", 2)) for window in (8, 16)] + [{"what": "generation", "name": "tra, cache", "window": 3, "seconds": 1.0}]
+    ax, = eval_script.draw_bench(rows).axes
+    assert {line.get_label(): line.get_xydata().tolist() for line in ax.lines} == {"rope": [[8, 0.008], [16, 0.016]], "tra": [[8, 0.016], [16, 0.032]]}
+    with pytest.raises(SystemExit):
+        eval_script.draw_bench(rows[-1:])
+    assert "at least two" in capsys.readouterr().err
 
 
 def test_bench_of_runs_is_their_perplexity_pass(tmp_path, capsys):
