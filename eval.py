@@ -578,8 +578,10 @@ def gates(model, idx):
         q, k, v = attn.heads(x)
         q, k, log_forget = attn.normalised(x, q, k)
         reach = tra_blocked(q, k, v, log_forget, attn.config.sparse, attn.config.contextual, tell_reach=True)[1]
-        causal = causal_mask(idx.size(1), idx.size(1), idx.device)
-        kept = sum(((a @ b.mT > 0) & causal).sum((1, 2)) for a, b in zip(q, k)) / (len(idx) * causal.sum())     # (H,)
+        kept, (B, T) = 0, idx.shape
+        for end in range(256, T + 256, 256):                # rows by rows: T x T may not fit
+            some, seen = q[:, :, end - 256:end], k[:, :, :end]
+            kept += ((some @ seen.mT > 0) & causal_mask(some.size(2), seen.size(2), idx.device)).sum((0, 2, 3)) / (B * T * (T + 1) / 2)     # (H,)
         spread = log_forget.transpose(0, 1).flatten(1).quantile(torch.tensor([0.1, 0.5, 0.9], device=idx.device), dim=1)    # (3, H)
         rows += [{"layer": layer + 1, "head": head + 1, "forget": spread[:, head].tolist(), "kept": kept[head].item(),
                   "skipped": share.item()} for head, share in enumerate(skipped_share(reach))]
@@ -591,7 +593,7 @@ def print_gates(run, model, task, args, device):
     if model.config.attn != "tra":
         fail(f"{run} has {model.config.attn} attention; --gates is for tra")
     if task.metric == "perplexity":
-        window = min(max(map(int, args.windows or ["4096"])), len(task.tokens["test"]) - 1)
+        window = min(max(map(int, args.windows or [args.split or 4096])), len(task.tokens["test"]) - 1)
         what, ids = f"the first {window:,} tokens of the test text", task.tokens["test"][None, :window].astype("int64")
     else:
         split = args.split or list(task.splits)[1]

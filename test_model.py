@@ -1460,7 +1460,9 @@ def test_gates_are_what_the_heads_do(tmp_path, capsys):
     """Forget gates and kept keys by plain loops; the share of skipped blocks where it is known."""
     model = tiny("tra", n_layer=2)
     idx = torch.randint(0, model.config.vocab_size, (2, 9))
-    rows = eval_script.gates(model, idx)
+    once, rows = torch.randint(0, model.config.vocab_size, (1, 300)), eval_script.gates(model, idx)
+    by_weights = [keep.sum((1, 2)) / (300 * 301 / 2) for _, keep, _ in eval_script.attention_weights(model, once)]
+    assert [row["kept"] for row in eval_script.gates(model, once)] == pytest.approx(torch.cat(by_weights).tolist(), rel=1e-3)
     x = model.embed(idx)
     for layer, block in enumerate(model.blocks):
         read = block.norm1(x)
