@@ -33,7 +33,7 @@ from tasks import TASKS, Parser, add_size_flags, fail, integer, number, script
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
 MINI = dict(n_layer=4, n_head=4, n_embd=256)            # the paper's model for synthetic tasks
 PRESETS = {
-    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=400),
+    "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=800),
                  "paper": dict(MINI, batch=64, lr=1e-4, steps=25_000)},
     "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
              "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
