@@ -83,7 +83,7 @@ def text_losses(model, tokens, window, device):
         x, y = ids[:-1].view(-1, width), ids[1:].view(-1, width)
         with torch.no_grad():
             logits, _ = model(x)
-        yield F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="none").view_as(y).double().cpu()
+        yield F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="none").view_as(y).cpu().double()
 
 
 def mean_loss(model, tokens, window, device):
@@ -105,7 +105,8 @@ def evaluate(model, task, count, device, splits=None):
     """{test set: exact match on count examples, or perplexity of the first count tokens} for the test sets named, or all of them."""
     splits = splits or list(task.splits)[1:]
     if task.metric == "perplexity":
-        return {split: math.exp(mean_loss(model, task.tokens["test"][:count], int(split), device)) for split in splits}
+        losses = {split: mean_loss(model, task.tokens["test"][:count], int(split), device) for split in splits}
+        return {split: math.exp(min(loss, 27)) for split, loss in losses.items()}       # worse than 5e11 is no more a number to read
     return {split: exact_match(model, task, split, count, device) for split in splits}
 
 
@@ -122,9 +123,12 @@ def pick_device(name):
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name).sum().item()
+        found = torch.zeros(1, device=name)
+        found.sum().item()
     except Exception as error:  # each kind of device that is not there has its own
         fail(f"--device {name} does not work here: {str(error)[:150]}")
+    if found.is_cuda:
+        torch.cuda.set_device(found.device)     # its random state is then the one that is saved, its memory the one that is measured
     return name
 
 
@@ -185,6 +189,8 @@ def open_task(args):
     """The task that a run's flags name."""
     sizes = {name: args[name] for name in ("length", "symbols", "pairs", "window", "data")}
     if args["task"] == "wikitext":
+        if args["examples"] < 2:
+            fail("--examples must be at least 2 for a text, whose first token is not scored")
         wrong = [name for name in ("length", "symbols", "pairs") if sizes[name] is not None]
         return fail(f"--{wrong[0]} means nothing to wikitext; its sizes are --window, --data") if wrong else WikiText(args["data"], args["window"])
     return make_task(args["task"], args["scale"], **sizes)
@@ -197,6 +203,8 @@ def load_task(run, ckpt):
         task = open_task(args)
         if task.vocab_size != config["vocab_size"] or not isinstance(args["seed"], int):
             raise ValueError(f"a vocabulary of {config['vocab_size']} and seed {args['seed']}, for {task.name} with {task.vocab_size}")
+        if type(args["examples"]) is not int or args["examples"] < 1:
+            raise ValueError("no number of examples")
         if any(args[name] != config[name] for name in ("attn", "sparse", "contextual")):
             raise ValueError("flags and config are not the same")
     except Exception as error:
@@ -220,6 +228,7 @@ def read_record(run):
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
+        found.pop("by_position", None)                  # measured, never read
         results, sizes = found["results"], found["sizes"]
         texts = [found[key] for key in ("task", "attn", "scale", "metric", "label")] + [*results, *sizes]
         texts += [value for value in sizes.values() if type(value) is not int]
@@ -269,7 +278,7 @@ def summarise(records):
 def level(share):
     """0 to 1 as one sign, rounded down: ▁ to █, or 0 to 9 where stdout cannot show blocks."""
     signs = "▁▂▃▄▅▆▇█" if (sys.stdout.encoding or "").lower().replace("-", "") == "utf8" else "0123456789"
-    return signs[int(min(share, 1) * (len(signs) - 1))]
+    return signs[int(max(0, min(share, 1)) * (len(signs) - 1))]
 
 
 def cell(result, metric, tokenizer):
@@ -488,16 +497,19 @@ def layers_of(model, idx):
 def attention_weights(model, idx):
     """For each layer, of idx (1, S): the weights (H, S, S), True where a key is kept, and TRA's distances n or None.
 
-    Attention is out = A v, whichever it is. So with the identity as v it returns A.
+    Attention returns A v. So with the identity as v it returns A.
     """
     S, H, config, found = idx.size(1), model.config.n_head, model.config, []
     mask = causal_mask(S, S, idx.device).expand(H, S, S)
     for attn, x in layers_of(model, idx):
         q, k, _ = attn.heads(x)
-        weights = attn.attend(x, q, k, torch.eye(S, device=idx.device).expand(1, H, S, S), None)[0]
+        try:
+            weights = attn.attend(x, q, k, torch.eye(S, device=idx.device).expand(1, H, S, S), None)[0]
+        except RuntimeError:
+            fail(f"--attention needs an attend() that returns A v for a v of any width; {config.attn} does not")
         keep, n = mask, None
         if isinstance(attn, TRA):
-            q, k, _ = attn.normalised(x, q, k)
+            q, k, _ = attn.scored_as(x, q, k)
             relevant = (q @ k.mT > 0)[0] & mask
             keep = relevant if config.sparse else mask
             n = (relevant if config.contextual else mask).flip(-1).cumsum(-1).flip(-1).cpu()
@@ -553,7 +565,7 @@ def show_attention(model, task, title, args, device):
     """Attention on one example: as a picture, or as text, where every key of the last query is followed by its weight, or by - if it was removed."""
     ids, names = pick_example(task, args.split, args.example)
     if args.attention and len(ids) > LONG:
-        fail(f"{len(ids)} tokens are too many for a picture, which shows up to {LONG}; --attention without a file shows any number")
+        fail(f"{len(ids)} tokens are too many for a picture, which shows up to {LONG}; --attention without a file shows more")
     layers = attention_weights(model, torch.tensor([ids], device=device))
     if args.attention:
         return save_figure(draw_attention(title, names, layers), args.attention)
@@ -576,7 +588,7 @@ def gates(model, idx):
     rows = []
     for layer, (attn, x) in enumerate(layers_of(model, idx)):
         q, k, v = attn.heads(x)
-        q, k, log_forget = attn.normalised(x, q, k)
+        q, k, log_forget = attn.scored_as(x, q, k)
         reach = tra_blocked(q, k, v, log_forget, attn.config.sparse, attn.config.contextual, tell_reach=True)[1]
         kept, (B, T) = 0, idx.shape
         for end in range(256, T + 256, 256):                # rows by rows: T x T may not fit
@@ -589,7 +601,7 @@ def gates(model, idx):
 
 
 def print_gates(run, model, task, args, device):
-    """A table of gates(): over a batch of a test set, or over a window of the test text."""
+    """A table of gates(), over a batch of a test set or a window of the test text; with --json it is returned instead."""
     if model.config.attn != "tra":
         fail(f"{run} has {model.config.attn} attention; --gates is for tra")
     if task.metric == "perplexity":
@@ -597,12 +609,13 @@ def print_gates(run, model, task, args, device):
         what, ids = f"the first {window:,} tokens of the test text", task.tokens["test"][None, :window].astype("int64")
     else:
         split = args.split or list(task.splits)[1]
-        ids = task.batch(split, TEST_SEED, 0, 100)[0]
+        ids = task.batch(split, TEST_SEED, 0, 1)[0]
+        ids = task.batch(split, TEST_SEED, 0, max(1, min(100, TOKENS_PER_BATCH // ids.shape[1])))[0]
         what = f"{len(ids)} examples of {split}, {ids.shape[1]} tokens each"
     rows = gates(model, torch.from_numpy(ids).to(device))
     if args.json:
-        return print(json.dumps({"run": run, "read": what, "heads": rows}, indent=1))
-    cells = [["layer", "head", "forget f: 10%", "median", "90%", "keys kept, %", "key blocks skipped, %"]]
+        return {"run": run, "read": what, "heads": rows}
+    cells = [["layer", "head", "forget f: 10%", "median", "90%", "keys with S > 0, %", "key blocks skipped, %"]]
     cells += [[str(row["layer"]), str(row["head"]), *(f"{f:.2f}" for f in row["forget"]), f"{100 * row['kept']:.0f}", f"{100 * row['skipped']:.0f}"]
               for row in rows]
     print(f"{run}, reading {what}:\n\n" + "\n".join(markdown(cells)) + "\n")
@@ -709,7 +722,8 @@ def bench_text(models, tokens, window, device):
     def score(name):
         losses[name] = mean_loss(models[name], tokens, window, device)
 
-    rows = race("perplexity pass", window, max(1, TOKENS_PER_BATCH // window), {name: lambda name=name: score(name) for name in models},
+    batch = max(1, min(TOKENS_PER_BATCH, len(tokens) - 1) // window)
+    rows = race("perplexity pass", window, batch, {name: lambda name=name: score(name) for name in models},
                 device, tokens=len(tokens) - 1, rounds=3)
     for row in rows:
         row["perplexity"] = math.exp(losses[row["name"]])
@@ -737,7 +751,8 @@ def draw_bench(rows):
     for ax, what in zip(axes.flat, todo):
         for name in dict.fromkeys(row["name"] for row in rows if row["what"] == what):
             found = [row for row in rows if (row["what"], row["name"]) == (what, name)]
-            ax.plot([row["window"] for row in found], [row["seconds"] for row in found], label=name, **style(name.split(",")[0]))
+            ax.plot([row["window"] for row in found], [row["seconds"] for row in found], label=name,
+                    **style({"sdpa": "rope", "tra_plain": "tra-no-sparse"}.get(name, name.split(",")[0])))
         ticks = sorted({row["window"] for row in rows if row["what"] == what})
         finish_panel(ax, True, title=what, xlabel="window, tokens", ylabel="seconds", xscale="log")
         ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize="small")
@@ -748,6 +763,8 @@ def draw_bench(rows):
 def measurements(args, device):
     """What --bench measures, row by row: training, attention and generation; or the perplexity pass of the runs that are named."""
     sizes = [int(window) for window in args.windows or ()]
+    if args.examples if not args.runs else args.attn or args.batch or args.tokens:
+        fail("--bench with runs takes --examples, and without runs --attn, --batch and --tokens")
     if args.runs:
         ckpts, models, tasks = zip(*(open_run(run, args, device) for run in args.runs))
         named = {f"{label(ckpt['args'])}, seed {ckpt['args']['seed']}": model for ckpt, model in zip(ckpts, models)}
@@ -798,8 +815,7 @@ def windows(text):
 def open_run(run, args, device):
     """A run's checkpoint, model and task."""
     ckpt = load_checkpoint(run)
-    if args.data:
-        ckpt["args"]["data"] = args.data
+    ckpt["args"] |= {name: getattr(args, name) for name in ("data", "examples") if getattr(args, name)}
     return ckpt, load_model(run, ckpt).to(device), load_task(run, ckpt)
 
 
@@ -809,18 +825,18 @@ def main():
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders that train.py wrote, such as out/copy-tra-s0")
     group = parser.add_argument_group("measuring")
     group.add_argument("--examples", type=integer(1), metavar="N", help="measure again on N examples of each test set, or on the first N "
-                       "tokens of a test text (default: what eval.json says)")
+                       "tokens of a test text, which may be more than it has (default: what eval.json says)")
     group.add_argument("--split", metavar="S", help="only this test set")
-    group.add_argument("--device", default="auto", help="auto (default), cpu, cuda, mps")
+    group.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     group = parser.add_argument_group("instead of the table")
     group.add_argument("--mistakes", type=integer(1), metavar="N", help="print N wrong examples of each run")
-    group.add_argument("--json", action="store_true", default=None, help="the table as JSON, with every seed's value")
+    group.add_argument("--json", action="store_true", default=None, help="the table, with every seed's value, as JSON; or --gates, or --bench")
     group = parser.add_argument_group("pictures (FILE ends in .png, .svg or .pdf; they need matplotlib)")
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw the table too: exact match by length; perplexity by "
                        "window, with --windows also the loss by position; with --bench, time by window")
     group.add_argument("--curves", type=picture, metavar="FILE", help="draw the training loss of each run, by its log.jsonl")
     group.add_argument("--attention", type=picture, nargs="?", const=False, metavar="FILE", help="draw every head's attention weights on one "
-                       "example; without FILE the last query's, as text, for any number of runs and any length")
+                       "example; without FILE the last query's, as text, of any number of runs")
     group.add_argument("--example", metavar="TEXT", help="for --attention: tokens with spaces between them, or for wikitext any text (default: the "
                        f"first example of --split, or of the first test set up to {SHORT} tokens)")
     group = parser.add_argument_group("wikitext")
@@ -861,12 +877,14 @@ def main():
         return bench(args, device)
     if not args.runs:
         fail("RUN is missing: name at least one, for example python eval.py out/copy-*")
-    measure = args.examples or args.mistakes or args.windows or args.gates or args.prompt is not None or args.attention is not None
-    records = []
+    measure = args.data or args.examples or args.mistakes or args.windows or args.gates or args.prompt is not None or args.attention is not None
+    records, gated = [], []
     for run in args.runs:
         found = None if measure else read_record(run)
         if found is None:
             ckpt, model, task = open_run(run, args, device)
+            if ckpt["step"] < ckpt["args"].get("steps", 0):
+                print(f"note: {run} is at step {ckpt['step']} of {ckpt['args']['steps']}", file=sys.stderr)
             if task.metric != "perplexity" and (args.windows or args.prompt is not None):
                 fail(f"{run} was trained on {task.name}; --windows and --prompt are for runs of wikitext")
             if task.metric == "perplexity" and args.mistakes:
@@ -874,9 +892,9 @@ def main():
             tests = args.windows or list(task.splits)[1:]
             if args.split and args.split not in tests:
                 fail(f"{run} has no test set {args.split!r}; choose one of {', '.join(tests)}")
-            splits, count = [args.split] if args.split else tests, args.examples or ckpt["args"]["examples"]
+            splits, count = [args.split] if args.split else tests, ckpt["args"]["examples"]
             if args.gates:
-                print_gates(run, model, task, args, device)
+                gated.append(print_gates(run, model, task, args, device))
                 continue
             if args.prompt is not None:
                 continue_text(model, task, args, device)
@@ -895,6 +913,12 @@ def main():
                 fail(f"{run} has no test set {args.split!r}; choose one of {', '.join(found['results'])}")
             found["results"] = {args.split: found["results"][args.split]}
         records.append(found)
+    if args.gates and args.json:
+        print(json.dumps(gated, indent=1))
+    for group in summarise(records):
+        for row in group["rows"]:
+            if len(set(row["seeds"])) < len(row["seeds"]):
+                print(f"note: {group['task']} with {row['attn']} has a seed twice; runs that differ in more than their seed share a row", file=sys.stderr)
     if args.curves:
         save_figure(draw_curves(args.runs, records), args.curves)
     elif records:

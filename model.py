@@ -49,7 +49,7 @@ def full_precision(attention):
     @functools.wraps(attention)
     def wrapped(q, k, v, *args, **kwargs):
         with torch.autocast(q.device.type, enabled=False):
-            return attention(*map(widen, (q, k, v, *args)), **kwargs).to(v.dtype)
+            return attention(*map(widen, (q, k, v, *args)), **{name: widen(x) for name, x in kwargs.items()}).to(v.dtype)
     return wrapped
 
 
@@ -91,7 +91,7 @@ def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
     gates = scores.sigmoid() * mask
     pos = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=pos_emb.size(-1) - 1)                # (B, H, T, S)
     by_entry = q @ pos_emb                                                                  # (B, H, T, npos)
-    low, high = pos.detach().floor().long(), pos.detach().ceil().long()
+    low, high = pos.floor().long(), pos.ceil().long()
     part = pos - low                                                                        # 0 at low, 1 at high
     bias = by_entry.gather(-1, low) * (1 - part) + by_entry.gather(-1, high) * part
     weights = (scores + bias).masked_fill(~mask, -torch.inf).softmax(-1)
@@ -114,18 +114,17 @@ def tra_plain(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
     relevant = (scores > 0) & mask
     keep = relevant if sparse else mask
     counted = (relevant if contextual else mask).to(scores.dtype)
-    n = counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted                        # from key j up to query i
+    n = counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted                        # all, minus those up to j, plus j
     logits = scores + log_forget.unsqueeze(-1) * n
-    # The smallest finite number instead of -inf, then zero: a row without keys is all zeros, and so is its gradient.
+    # With -inf, a row without keys would be NaN. So the smallest finite number, then zero: it is all zeros, and so is its gradient.
     weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~keep, 0)
     return F.dropout(weights, dropout_p) @ v
 
 
 @full_precision
 def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
-    """TRA, by the quicker of two forms of one function: tra_plain for few queries, tra_blocked (further down) for many.
-
-    Measured on a CPU: with fewer than two blocks of queries it depends, from there on the blocked form is never slower.
+    """Two forms of one function, equal up to rounding: tra_plain for fewer than two blocks of queries, and from there on
+    tra_blocked, further down, which was never slower there, measured on a CPU.
     """
     form = tra_plain if q.size(2) < 2 * BLOCK else tra_blocked
     return form(q, k, v, log_forget, sparse, contextual, dropout_p)
@@ -161,6 +160,8 @@ def fox_attention(q, k, v, log_forget, dropout_p=0.0):
     return sdpa(q, k, v, dropout_p, bias=total[..., -q.size(2):, None] - total[..., None, :])
 
 
+# On a first reading, go on at class Attention: from here to there is tra_plain once more, only faster.
+
 BLOCK = 64      # queries, and keys, in a block
 
 
@@ -170,8 +171,8 @@ def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0
 
     Each block of queries walks leftward over the blocks of keys, from its own on, with a running count and softmax. On the
     way f_i * n_ij only falls, and S_ij <= |q_i| max|k_j| / sqrt(D) = b_i. So when query i has counted n keys, each key still
-    ahead weighs at most exp(b_i + f_i * n). A block stops when, for all its queries, S times that is at most eps (of the
-    dtype) times the weight so far: what is skipped moves the output by no more than 2 eps max|v|, which is rounding error.
+    ahead weighs at most exp(b_i + f_i * n). A block stops when, for all its queries, the number of keys times that is at
+    most eps (of the dtype) times the weight so far: what is skipped moves the output by no more than 2 eps max|v|, which is rounding error.
     A query that has kept nothing has no weight so far, and walks on. With tell_reach, also returns how many blocks to the left
     each block of queries walked, (B, H, blocks).
     """
@@ -180,7 +181,7 @@ def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0
     f = log_forget.unsqueeze(-1)                                                            # (B, H, T, 1)
     with torch.no_grad():
         bound = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).amax(-1)[..., None, None] / math.sqrt(D)
-        enough = bound + math.log(S / torch.finfo(q.dtype).eps)
+        enough = bound + math.log(S / torch.finfo(q.dtype).eps)         # done when enough + f n <= log of the weight so far
 
     before, after = (S - T) % BLOCK, -S % BLOCK             # padding to whole blocks; no query sees what is after the end
     queries, keys = (before + T + after) // BLOCK, (S + after) // BLOCK                     # blocks per head
@@ -192,8 +193,8 @@ def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0
             x = F.pad(x, (0, 0, before, after), value=fill)
         return x.reshape(-1, BLOCK, x.size(-1))                                             # (N, BLOCK, D)
 
-    seed = torch.randint(2**62, ()).item() if dropout_p else None           # the same masks in both passes,
-    v = v / (1 - dropout_p) if dropout_p else v                             # of 0 and 1
+    seed = torch.randint(2**62, ()).item() if dropout_p else None           # backward draws the same masks again
+    v = v / (1 - dropout_p) if dropout_p else v                             # masks are 0 or 1, so v is scaled instead
     out, reach = TRABlocks.apply(blocks(q, before), blocks(k, 0), blocks(v, 0), blocks(f, before), blocks(enough, before, -torch.inf),
                                  own, left, (sparse, contextual, dropout_p, seed))
     out = out.view(B, H, -1, v.size(-1))[:, :, before:before + T]
@@ -224,7 +225,7 @@ def walk(q, k, f, own, reach, sparse, contextual, dropout_p, seed):
             keys = pick(own, rows) - step
             scores = (pick(q, rows) @ pick(k, keys).mT).div_(math.sqrt(q.size(-1)))         # (R, BLOCK, BLOCK)
             if step == 0:
-                scores.add_(1 - seen, alpha=hide)
+                scores.add_(1 - seen, alpha=hide)                                           # the keys after a query
             relevant = scores.sign().relu_()                                                # 1 if S > 0 and j <= i, else 0
             n = pick(count, rows) + (relevant if contextual else seen) @ triangle           # faster than cumsum
             count[rows] = n[..., :1]                                                        # from the leftmost key on
@@ -265,7 +266,7 @@ class TRABlocks(torch.autograd.Function):
     def backward(ctx, dout, _):
         q, k, v, f, own, reach, out, lse = ctx.saved_tensors
         dq, dk, dv, df = map(torch.zeros_like, (q, k, v, f))
-        inner = (dout * out).sum(-1, keepdim=True)                                          # (N, BLOCK, 1)
+        inner = (dout * out).sum(-1, keepdim=True)                      # (N, BLOCK, 1), the sum of A_ij dA_ij over j
         scale = 1 / math.sqrt(q.size(-1))
         with torch.autocast(q.device.type, enabled=False):
             for rows, keys, weights, lse_here, n, mask in walk(q, k, f, own, reach, *ctx.settings):
@@ -291,7 +292,11 @@ def remember(cache, name, new):
 
 
 class Attention(nn.Module):
-    """What all six share: projections in and out, heads, cache. A subclass says how q, k and v meet, in attend()."""
+    """What all six share: projections in and out, heads, cache. A subclass says how q, k and v meet, in attend(), which gets
+
+    x (B, T, C) and q (B, H, T, D) of the new tokens, k and v (B, H, S, D) of all tokens so far, and the cache, where whatever
+    else belongs to keys must be remembered, as in FoX.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -333,13 +338,13 @@ class TRA(Attention):
         super().__init__(config)
         self.forget = nn.Linear(config.n_embd, config.n_head)
 
-    def normalised(self, x, q, k):
+    def scored_as(self, x, q, k):
         """q and k as TRA scores them, and the gates of the queries, (B, H, T)."""
         q, k = (F.rms_norm(y.contiguous(), y.shape[-1:]) for y in (q, k))                   # contiguous: faster, both passes
         return q, k, F.logsigmoid(widen(self.forget(x))).transpose(1, 2)
 
     def attend(self, x, q, k, v, cache):
-        q, k, log_forget = self.normalised(x, q, k)
+        q, k, log_forget = self.scored_as(x, q, k)
         return tra_attention(q, k, v, log_forget, self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
 
 
@@ -394,6 +399,8 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
         if self.attn == "rope" and self.n_embd // self.n_head % 2:
             raise ValueError(f"RoPE turns pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}")
+        if not issubclass(ATTENTIONS[self.attn], TRA) and not (self.sparse and self.contextual):
+            raise ValueError(f"sparse and contextual are parts of tra; {self.attn} has none to switch off")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
         for name in ("embd_std", "rope_theta"):
@@ -460,16 +467,18 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         cache = [{} for _ in self.blocks]
-        for _ in range(max_new_tokens):
-            logits = self(idx, cache=cache)[0][:, -1].float()                               # (B, V)
-            if top_k is not None:
-                logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
-            if temperature == 0:
-                idx = logits.argmax(-1, keepdim=True)                                       # (B, 1)
-            else:
-                idx = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)
-            yield idx
-        self.train(was_training)
+        try:
+            for _ in range(max_new_tokens):
+                logits = self(idx, cache=cache)[0][:, -1].float()                           # (B, V)
+                if top_k is not None:
+                    logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
+                if temperature < 1e-6:
+                    idx = logits.argmax(-1, keepdim=True)                                   # (B, 1)
+                else:
+                    idx = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)
+                yield idx
+        finally:
+            self.train(was_training)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """idx (B, T) and what continues it, (B, T + max_new_tokens)."""

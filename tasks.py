@@ -35,6 +35,7 @@ def script(main):
     """Around a script's main(): what a user or the machine can cause ends in one line, whatever the script was doing."""
     @functools.wraps(main)
     def run():
+        sys.stdout = sys.stdout or open(os.devnull, "w")        # closed, as by >&-
         sys.stdout.reconfigure(errors="backslashreplace")       # a file name or a sign that the terminal cannot show
         try:
             main()
@@ -300,12 +301,12 @@ def show(task, x, y, mark=True):
 @script
 def main():
     parser = Parser(prog="tasks.py", description=__doc__)
-    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--task", choices=TASKS, required=True, help="whose examples to show")
     parser.add_argument("--split", default="train", help="train (default) or a test set of the task")
     parser.add_argument("--count", type=integer(1), default=3, metavar="N", help="how many examples (default 3)")
-    parser.add_argument("--seed", type=integer(0), default=0, metavar="N")
+    parser.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of the stream they come from (default 0)")
     parser.add_argument("--plain", action="store_true", help="one example per line, tokens separated by single spaces")
-    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop")
+    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="whose sizes to take (default laptop)")
     add_size_flags(parser)
     args = parser.parse_args()
     task = make_task(args.task, args.scale, length=args.length, symbols=args.symbols, pairs=args.pairs)

@@ -73,7 +73,7 @@ def parse_flags(words=None, run=None):
     either = group.add_mutually_exclusive_group()
     either.add_argument("--resume", action="store_true", help="go on with the run in that folder; flags left out are as it was started")
     either.add_argument("--overwrite", action="store_true", help="start anew, even if that folder holds a run")
-    group.add_argument("--examples", type=integer(1), metavar="N", help=f"of each test set, or tokens of the test text {told('examples')}, or the preset's")
+    group.add_argument("--examples", type=integer(1), metavar="N", help=f"of each test set, or tokens of the test text, as many as it has {told('examples')}, or the preset's")
     group = parser.add_argument_group("size of the task (default: the preset's)")
     add_size_flags(group)
     group.add_argument("--data", metavar="DIR", help="wikitext: a folder that data.py prepared")
@@ -84,7 +84,7 @@ def parse_flags(words=None, run=None):
     group.add_argument("--n-embd", type=integer(1), metavar="N", help="width; divisible by --n-head")
     group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {told('dropout')}")
     group.add_argument("--embd-std", type=number(1e-6, 1e3), metavar="X", help=f"of the token embeddings at the start {told('embd_std')}, or the preset's")
-    group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: slowest turn {told('rope_theta')}")
+    group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: base of the speeds at which pairs turn {told('rope_theta')}")
     group.add_argument("--cope-npos", type=integer(1), metavar="N", help=f"CoPE: number of learned positions {told('cope_npos')}")
     group.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="TRA: irrelevant keys leave the softmax (default), or stay")
     group.add_argument("--contextual", action=argparse.BooleanOptionalAction, help="TRA: distance counts relevant keys (default), or all")
@@ -231,7 +231,6 @@ def train(out, args, ckpt):
     autocast = torch.autocast(kind, dtype=torch.bfloat16, enabled=args["dtype"] == "bfloat16")
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")      # TF32
-        torch.cuda.set_device(torch.zeros(1, device=device).device)     # its random state is then the one that is saved
 
     task = open_task(args)
     if ckpt and ckpt.get("sizes") != task.sizes:
