@@ -21,7 +21,7 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import torch
 
@@ -48,7 +48,7 @@ PRESETS = {
 }
 DEFAULTS = dict(seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.05, grad_clip=1.0, examples=500,
                 device="auto", dtype="auto", compile=False, log_every=50, eval_every=0, save_every=60.0,
-                **{name: getattr(GPTConfig, name) for name in ("dropout", "embd_std", "rope_theta", "cope_npos", "sparse", "contextual")})
+                **{field.name: field.default for field in fields(GPTConfig) if field.name not in ("attn", "vocab_size", "n_layer", "n_head", "n_embd")})
 # A resumed run may change these; everything else stays as it was started.
 FREE = ("steps", "examples", "device", "compile", "log_every", "eval_every", "save_every")
 
@@ -237,8 +237,7 @@ def train(out, args, ckpt):
         fail(f"{out} was trained on {ckpt.get('sizes')}, and now there is {task.sizes}")
     torch.manual_seed(args["seed"])
     try:
-        config = GPTConfig(vocab_size=task.vocab_size, **{k: args[k] for k in (
-            "attn", "n_layer", "n_head", "n_embd", "dropout", "embd_std", "rope_theta", "cope_npos", "sparse", "contextual")})
+        config = GPTConfig(vocab_size=task.vocab_size, **{field.name: args[field.name] for field in fields(GPTConfig) if field.name != "vocab_size"})
     except ValueError as error:
         fail(error)
     model = load_model(out, ckpt) if ckpt else GPT(config)
