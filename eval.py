@@ -509,7 +509,6 @@ def attention_weights(model, idx):
             fail(f"--attention needs an attend() that returns A v for a v of any width; {config.attn} does not")
         keep, n = mask, None
         if isinstance(attn, TRA):
-            q, k, _ = attn.scored_as(x, q, k)
             relevant = (q @ k.mT > 0)[0] & mask
             keep = relevant if config.sparse else mask
             n = (relevant if config.contextual else mask).flip(-1).cumsum(-1).flip(-1).cpu()
@@ -588,7 +587,7 @@ def gates(model, idx):
     rows = []
     for layer, (attn, x) in enumerate(layers_of(model, idx)):
         q, k, v = attn.heads(x)
-        q, k, log_forget = attn.scored_as(x, q, k)
+        log_forget = attn.gates(x)
         reach = tra_blocked(q, k, v, log_forget, attn.config.sparse, attn.config.contextual, tell_reach=True)[1]
         kept, (B, T) = 0, idx.shape
         for end in range(256, T + 256, 256):                # rows by rows: T x T may not fit

@@ -338,14 +338,16 @@ class TRA(Attention):
         super().__init__(config)
         self.forget = nn.Linear(config.n_embd, config.n_head)
 
-    def scored_as(self, x, q, k):
-        """q and k as TRA scores them, and the gates of the queries, (B, H, T)."""
-        q, k = (F.rms_norm(y.contiguous(), y.shape[-1:]) for y in (q, k))                   # contiguous: faster, both passes
-        return q, k, F.logsigmoid(widen(self.forget(x))).transpose(1, 2)
+    def heads(self, x):
+        q, k, v = super().heads(x)
+        return *(F.rms_norm(y.contiguous(), y.shape[-1:]) for y in (q, k)), v               # contiguous: faster, both passes
+
+    def gates(self, x):
+        """f of the queries, (B, H, T)."""
+        return F.logsigmoid(widen(self.forget(x))).transpose(1, 2)
 
     def attend(self, x, q, k, v, cache):
-        q, k, log_forget = self.scored_as(x, q, k)
-        return tra_attention(q, k, v, log_forget, self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
+        return tra_attention(q, k, v, self.gates(x), self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
 
 
 class NoPE(Attention):
