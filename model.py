@@ -339,8 +339,9 @@ class TRA(Attention):
         self.forget = nn.Linear(config.n_embd, config.n_head)
 
     def heads(self, x):
-        q, k, v = super().heads(x)
-        return *(F.rms_norm(y.contiguous(), y.shape[-1:]) for y in (q, k)), v               # contiguous: faster, both passes
+        qkv = super().heads(x)                                                              # (3, B, H, T, D)
+        q, k = F.rms_norm(qkv[:2].contiguous(), qkv.shape[-1:])                             # contiguous: faster, both passes
+        return q, k, qkv[2]
 
     def gates(self, x):
         """f of the queries, (B, H, T)."""
