@@ -424,12 +424,12 @@ def panels(group):
 
 def draw_results(groups):
     """The tables as a figure: a panel per task, or per instruction; mean over seeds, and from the lowest seed to the highest."""
-    todo = [(group, *panel) for group in groups for panel in panels(group)]
-    height = 1 if len(todo) < 4 else 2
-    figure, axes = new_figure(height, math.ceil(len(todo) / height), 5, 4)
-    for ax in axes.flat[len(todo):]:
+    drawings = [(group, *panel) for group in groups for panel in panels(group)]
+    height = 1 if len(drawings) < 4 else 2
+    figure, axes = new_figure(height, math.ceil(len(drawings) / height), 5, 4)
+    for ax in axes.flat[len(drawings):]:
         ax.remove()
-    for ax, (group, title, x_label, y_label, lines) in zip(axes.flat, todo):
+    for ax, (group, title, x_label, y_label, lines) in zip(axes.flat, drawings):
         ticks, trained, text = lines[0][1], group["sizes"].get("length", group["sizes"].get("window")), group["metric"] == "perplexity"
         named = isinstance(ticks[0], str)
         for i, (name, x, values) in enumerate(lines):
@@ -666,10 +666,10 @@ def race(what, window, batch, contestants, device, tokens=None, rounds=6, memory
             for name, run in contestants.items()]
 
 
-def bench_step(attns, window, batch, device):
+def bench_step(attns, window, batch, dropout, device):
     """A training step of the paper's mini model, on random tokens."""
     x, y = torch.randint(256, (2, batch, window), device=device)
-    models = {attn: GPT(GPTConfig(attn=attn, vocab_size=256)).to(device) for attn in attns}
+    models = {attn: GPT(GPTConfig(attn=attn, vocab_size=256, dropout=dropout)).to(device) for attn in attns}
 
     def step(model, optimizer):
         model(x, y)[1].backward()
@@ -745,9 +745,9 @@ def bench_table(what, rows):
 
 def draw_bench(rows):
     """Time by window, a panel for each thing that was measured."""
-    todo = list(dict.fromkeys(row["what"] for row in rows if row["what"] != "generation"))
-    figure, axes = new_figure(1, len(todo), 5, 4)
-    for ax, what in zip(axes.flat, todo):
+    measured = list(dict.fromkeys(row["what"] for row in rows if row["what"] != "generation"))
+    figure, axes = new_figure(1, len(measured), 5, 4)
+    for ax, what in zip(axes.flat, measured):
         for name in dict.fromkeys(row["name"] for row in rows if row["what"] == what):
             found = [row for row in rows if (row["what"], row["name"]) == (what, name)]
             ax.plot([row["window"] for row in found], [row["seconds"] for row in found], label=name,
@@ -762,8 +762,8 @@ def draw_bench(rows):
 def measurements(args, device):
     """What --bench measures, row by row: training, attention and generation; or the perplexity pass of the runs that are named."""
     sizes = [int(window) for window in args.windows or ()]
-    if args.examples if not args.runs else args.attn or args.batch or args.tokens:
-        fail("--bench with runs takes --examples, and without runs --attn, --batch and --tokens")
+    if args.examples if not args.runs else args.attn or args.batch or args.tokens or args.dropout is not None:
+        fail("--bench with runs takes --examples, and without runs --attn, --batch, --tokens and --dropout")
     if args.runs:
         ckpts, models, tasks = zip(*(open_run(run, args, device) for run in args.runs))
         named = {f"{label(ckpt['args'])}, seed {ckpt['args']['seed']}": model for ckpt, model in zip(ckpts, models)}
@@ -780,7 +780,7 @@ def measurements(args, device):
     attns = sorted(args.attn or ATTENTIONS, key=lambda name: name != "rope")
     for window in sizes or [256, 1024]:
         if window <= 4096:
-            yield from bench_step(attns, window, args.batch or max(1, 4096 // window), device)
+            yield from bench_step(attns, window, args.batch or max(1, 4096 // window), GPTConfig.dropout if args.dropout is None else args.dropout, device)
     for backward in (False, True):
         for window in sizes or [1024, 4096, 16384]:
             if window >= 1024:
@@ -855,12 +855,14 @@ def main():
                        "--examples the tokens of the text")
     group.add_argument("--attn", nargs="+", choices=ATTENTIONS, metavar="A", help="--bench of these attentions (default all)")
     group.add_argument("--batch", type=integer(1), metavar="N", help="--bench with this batch (default 4,096 tokens a training step, and 1)")
+    group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"of the training step in --bench (default {GPTConfig.dropout}); with 0, torch's "
+                       "fused kernel serves the other attentions on a CPU, too")
     args = parser.parse_args()
     modes = [name for name in ("mistakes", "prompt", "curves", "attention", "gates", "bench") if getattr(args, name) is not None] or ["table"]
     if len(modes) > 1:
         fail(f"--{modes[0]} and --{modes[1]} do not go together; ask for one at a time")
     fits = {"json": "table gates bench", "plot": "table bench", "example": "attention", "split": "table mistakes attention gates",
-            "examples": "table mistakes bench", "windows": "table gates bench", "tokens": "prompt bench", "attn": "bench", "batch": "bench"}
+            "examples": "table mistakes bench", "windows": "table gates bench", "tokens": "prompt bench", "attn": "bench", "batch": "bench", "dropout": "bench"}
     for name, where in fits.items():
         if getattr(args, name) is not None and modes[0] not in where.split():
             fail(f"--{name} does not go with " + ("the table" if modes == ["table"] else f"--{modes[0]}") + ", but with "
