@@ -704,7 +704,7 @@ def bench_generation(attn, count, device):
     """Generation from one token, with the cache and without."""
     model, start = GPT(GPTConfig(attn=attn, vocab_size=256)).to(device).eval(), torch.zeros(1, 1, dtype=torch.int64, device=device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def without():
         idx = start
         for _ in range(count):

@@ -464,7 +464,7 @@ class GPT(nn.Module):
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Yield new tokens (B, 1) that continue idx (B, T), one at a time; temperature 0 always takes the likeliest."""
         was_training = self.training
@@ -484,7 +484,7 @@ class GPT(nn.Module):
             self.train(was_training)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """idx (B, T) and what continues it, (B, T + max_new_tokens)."""
+        """idx (B, T) and what continues it, (B, T + max_new_tokens); an ordinary tensor, whereas stream yields inference tensors."""
         return torch.cat((idx, *self.stream(idx, max_new_tokens, temperature, top_k)), dim=1)
 
 

@@ -341,6 +341,7 @@ def test_generate(attn):
     assert torch.equal(model.generate(idx, 8, top_k=1), out) and torch.equal(model.generate(idx, 8, temperature=1e-40), out)
     next(model.stream(idx, 8))                                          # broken off
     assert model.training
+    model(out[:, :-1], out[:, 1:])[1].backward()                        # one may train on what was generated
     model.eval()
     for t in range(5, 13):
         assert torch.equal(model(out[:, :t])[0][:, -1].argmax(-1), out[:, t])

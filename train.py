@@ -37,7 +37,7 @@ PRESETS = {
                  "paper": dict(MINI, batch=64, lr=1e-4, steps=25_000)},
     "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
              "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
-    "induct": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=5000),
+    "induct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=4000),
                "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
     "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=6000),
                  "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
