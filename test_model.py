@@ -602,6 +602,16 @@ def test_compiled_training_has_the_same_losses_at_every_length(tmp_path, monkeyp
     assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
+def test_without_a_compiler_one_line_and_no_run(tmp_path, monkeypatch, capsys):
+    def broken(*inputs):
+        raise RuntimeError("no compiler found\nand much more")
+
+    monkeypatch.setattr(torch, "compile", lambda function: broken)
+    assert call(train_script, *quick("copy", "--attn", "tra", "--compile", "--out", tmp_path / "run")) == 2
+    assert capsys.readouterr().err.strip() == "error: --compile does not work here, leave it out: no compiler found"
+    assert not (tmp_path / "run").exists()
+
+
 def test_seeds_differ_and_settings_reach_the_model(tmp_path, capsys):
     runs = {"a": ["--seed", 0], "b": ["--seed", 1], "c": ["--no-sparse"], "d": ["--no-contextual"], "e": ["--dropout", 0.5], "f": ["--lr", 0.1],
             "g": ["--beta2", 0.5], "h": ["--weight-decay", 50], "i": ["--warmup", 1], "j": ["--grad-clip", 0.01], "k": ["--batch", 3],

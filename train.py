@@ -247,6 +247,10 @@ def train(out, args, ckpt):
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, args["beta2"]), weight_decay=args["weight_decay"], fused=True)
     if args["compile"]:
         torch._functorch.config.view_replay_for_aliased_outputs = False     # torch 2.13 fails there at a second length
+        try:
+            torch.compile(torch.sin)(torch.ones(2, device=device))          # a trifle, to see whether a compiler is there
+        except Exception as error:
+            fail(f"--compile does not work here, leave it out: {str(error).splitlines()[0][:200]}")
     trained = torch.compile(model) if args["compile"] else model        # the same weights; evaluation uses the plain one
 
     def get_batch(step):
