@@ -260,6 +260,15 @@ def replace_file(path, write):
         raise error.__context__ if full else error
 
 
+LABELS = ["tra", "rope", "cope", "nope", "alibi", "fox", "tra-no-sparse", "tra-no-contextual", "tra-no-sparse-no-contextual"]
+
+
+def rank(name):
+    """The place of a row in tables and pictures. An attention that someone adds takes the next one."""
+    names = LABELS + [attn for attn in ATTENTIONS if attn not in LABELS]
+    return names.index(name) if name in names else len(names)
+
+
 def summarise(records):
     """Runs -> groups that share task and sizes, each a list of rows (one per label), each with all its runs' values."""
     groups = {}
@@ -272,7 +281,7 @@ def summarise(records):
              "results": {s: {"mean": statistics.fmean(v), "std": statistics.stdev(v) if len(v) > 1 else None, "values": v}
                          for s in splits for v in [[r["results"][s] for r in runs]]},
              **({"by_position": [r["by_position"] for r in runs]} if all("by_position" in r for r in runs) else {})}
-            for name, runs in rows.items()]}
+            for name, runs in sorted(rows.items(), key=lambda row: rank(row[0]))]}
 
 
 def level(share):
@@ -346,16 +355,14 @@ def continue_text(model, task, args, device):
     print()
 
 
-LABELS = ["tra", "rope", "cope", "nope", "alibi", "fox", "tra-no-sparse", "tra-no-contextual", "tra-no-sparse-no-contextual"]
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00",     # Okabe and Ito's, for every kind of eye,
            "#882255", "#999999", "#999933", "#44AA99"]                                      # and Tol's
 SHORT, LONG = 48, 128           # tokens in a picture of attention: as far as an example is shown by itself, and the most that can be asked for
 
 
 def style(name):
-    """The colour and marker of a row, the same in every picture. An attention that someone adds takes the next ones."""
-    names = LABELS + [attn for attn in ATTENTIONS if attn not in LABELS]
-    i = names.index(name) if name in names else len(names)
+    """The colour and marker of a row, the same in every picture."""
+    i = rank(name)
     return {"color": COLOURS[i % len(COLOURS)], "marker": "os^DvPX*"[i % 8], "linewidth": 1.5 if i else 2.5, "zorder": 2 if i else 3}
 
 

@@ -2161,11 +2161,11 @@ def test_a_plot_draws_the_numbers_of_the_table(tmp_path, monkeypatch, capsys, pi
     assert out.startswith(table) and out.endswith(f"wrote {tmp_path / 'a.png'}\n")
     assert [ax.get_title() for ax in axes] == ["copy, laptop scale", *(f"instruct {name}, laptop scale" for name in TASKS["instruct"].instructions), "flipflop, laptop scale"]
     lines, length = lines_of(axes[0]), SMALL["copy"]["length"]
-    assert list(lines) == ["rope, 1 seed", "tra, 2 seeds", "tra-no-sparse, 1 seed", "trained up to here"]
+    assert list(lines) == ["tra, 2 seeds", "rope, 1 seed", "tra-no-sparse, 1 seed", "trained up to here"]
     x, y = lines["tra, 2 seeds"]
     assert x == [int(m * length) for m in (1, 1.5, 2, 3, 4, 6)] and y == pytest.approx([75 / i for i in range(1, 7)])
     assert lines["trained up to here"][0] == [length, length]
-    band = axes[0].collections[1].get_paths()[0].vertices
+    band = axes[0].collections[0].get_paths()[0].vertices
     assert band[:, 1].max() == pytest.approx(100) and band[:, 1].min() == pytest.approx(50 / 6)
     assert lines_of(axes[2])["fox, 1 seed"][0] == [m * SMALL["instruct"]["length"] for m in (1, 2, 4, 10)]
     results = json.loads((pictured / "flipflop-cope-s0" / "eval.json").read_text())["results"]
