@@ -11,6 +11,8 @@ Measure trained runs: exact match on every test set, or perplexity at every wind
     python eval.py out/copy-* --curves loss.png                  # how they learned
     python eval.py out/copy-tra-s0 --attention a.png --example "<bos> c a f <sep> c a"
     python eval.py out/copy-tra-s0 --attention                   # the last query, in the terminal
+    python eval.py out/copy-tra-s0 --gates                       # how much each head forgets, and how many keys it keeps
+    python eval.py --bench --attn rope tra                       # time and memory, side by side
 
 Exact match: an example counts as right only if every scored token is the model's first choice, given the true tokens before it
 (teacher forcing). That equals exact match of greedy generation: if the first choice is right at every position of the
@@ -49,6 +51,8 @@ FORMAT = 1                      # of ckpt.pt
 TEST_SEED = 0                   # every run meets the same test examples
 TOKENS_PER_BATCH = 8_192        # memory in evaluation: tokens, not sequences
 
+
+# ---- measuring ----
 
 def predictions(model, task, split, examples, device):
     """Yield x, y and the model's first choices, numpy (B, T) each, over the first examples of a test set."""
@@ -117,6 +121,8 @@ def validate(model, task, device):
     first = list(task.splits)[1]
     return f"exact_match_{first}", exact_match(model, task, first, 100, device)
 
+
+# ---- runs on disk ----
 
 def pick_device(name):
     """auto is the best device here; one that is not here is an error the user can put right."""
@@ -260,6 +266,8 @@ def replace_file(path, write):
         raise error.__context__ if full else error
 
 
+# ---- tables ----
+
 LABELS = ["tra", "rope", "cope", "nope", "alibi", "fox", "tra-no-sparse", "tra-no-contextual", "tra-no-sparse-no-contextual"]
 
 
@@ -326,6 +334,8 @@ def table(records):
     return "\n".join(lines)
 
 
+# ---- mistakes, and text from a prompt ----
+
 def print_mistakes(run, model, task, splits, examples, count, device):
     """The first wrong examples of a run: what it read, what it should have said, what it said."""
     left = count
@@ -348,12 +358,14 @@ def continue_text(model, task, args, device):
     ids = enc.encode(args.prompt, disallowed_special=())
     if not ids:
         fail("--prompt is empty; give it at least one character")
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed or 0)
     print(args.prompt, end="", flush=True)
-    for new in model.stream(torch.tensor([ids], device=device), args.tokens or 200, args.temperature, args.top_k):
+    for new in model.stream(torch.tensor([ids], device=device), args.tokens or 200, 0.8 if args.temperature is None else args.temperature, args.top_k):
         print(decoder.decode(enc.decode_single_token_bytes(new.item())), end="", flush=True)
     print()
 
+
+# ---- pictures ----
 
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00",     # Okabe and Ito's, for every kind of eye,
            "#882255", "#999999", "#999933", "#44AA99"]                                      # and Tol's
@@ -491,6 +503,8 @@ def draw_curves(runs, records):
     return figure
 
 
+# ---- what the heads do ----
+
 def layers_of(model, idx):
     """Yield each layer's attention and what it reads, (B, T, C), when the model reads idx (B, T)."""
     model.eval()
@@ -626,6 +640,8 @@ def print_gates(run, model, task, args, device):
               for row in rows]
     print(f"{run}, reading {what}:\n\n" + "\n".join(markdown(cells)) + "\n")
 
+
+# ---- speed ----
 
 def seconds(run, device):
     """One call on the clock: by events on CUDA, which works while Python goes on."""
@@ -812,6 +828,8 @@ def bench(args, device):
         print(json.dumps(about | {"rows": rows}, indent=1))
 
 
+# ---- the command line ----
+
 def windows(text):
     """An argparse type: 128,256,512"""
     parts = [integer(1, 2**20)(part) for part in text.split(",")]
@@ -851,9 +869,9 @@ def main():
     group.add_argument("--data", metavar="DIR", help="the prepared text, if it is no longer where it was in training")
     group.add_argument("--prompt", metavar="TEXT", help="continue this text; it may be longer than the training window")
     group.add_argument("--tokens", type=integer(1), metavar="N", help="how many tokens to write (default 200, and 512 in --bench)")
-    group.add_argument("--temperature", type=number(0, 100), default=0.8, metavar="X", help="0 takes the likeliest token (default 0.8)")
+    group.add_argument("--temperature", type=number(0, 100), metavar="X", help="0 takes the likeliest token (default 0.8)")
     group.add_argument("--top-k", type=integer(1), metavar="K", help="choose among the K likeliest tokens only")
-    group.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of the choice (default 0)")
+    group.add_argument("--seed", type=integer(0), metavar="N", help="of the choice (default 0)")
     group = parser.add_argument_group("gates and speed")
     group.add_argument("--gates", action="store_true", default=None, help="what the heads of a TRA run do: forget gates, share of keys kept, share of the work "
                        "that forgetting saves; on 100 examples of --split, or the first --window tokens of a text (default 4096)")
@@ -869,10 +887,11 @@ def main():
     if len(modes) > 1:
         fail(f"--{modes[0]} and --{modes[1]} do not go together; ask for one at a time")
     fits = {"json": "table gates bench", "plot": "table bench", "example": "attention", "split": "table mistakes attention gates",
-            "examples": "table mistakes bench", "windows": "table gates bench", "tokens": "prompt bench", "attn": "bench", "batch": "bench", "dropout": "bench"}
+            "examples": "table mistakes bench", "windows": "table gates bench", "tokens": "prompt bench", "temperature": "prompt", "top_k": "prompt", "seed": "prompt",
+            "attn": "bench", "batch": "bench", "dropout": "bench"}
     for name, where in fits.items():
         if getattr(args, name) is not None and modes[0] not in where.split():
-            fail(f"--{name} does not go with " + ("the table" if modes == ["table"] else f"--{modes[0]}") + ", but with "
+            fail(f"--{name.replace('_', '-')} does not go with " + ("the table" if modes == ["table"] else f"--{modes[0]}") + ", but with "
                  + ", ".join("the table" if mode == "table" else f"--{mode}" for mode in where.split()))
     if args.json and args.plot:
         fail("--json and --plot do not go together; ask for one at a time")

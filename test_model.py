@@ -774,6 +774,8 @@ BAD_COMMANDS = [
     (eval_script, ["nowhere", "--bench"], "nowhere"),
     (eval_script, ["nowhere", "--bench", "--batch", "2"], "--batch"),
     (eval_script, ["--bench", "--examples", "2"], "--examples"),
+    (eval_script, ["nowhere", "--top-k", "2"], "--top-k"),
+    (eval_script, ["--bench", "--temperature", "0"], "--temperature"),
     (tasks_script, ["--task", "copy", "--split", "7x"], "7x"),
     (tasks_script, ["--task", "copy", "--count", "-1"], "-1"),
     (tasks_script, ["--task", "copy", "--symbols", "4000000000"], "--symbols"),
