@@ -1387,6 +1387,27 @@ print("all done")
     assert result.returncode == 0 and result.stdout.endswith("all done\n"), result.stdout[-2000:] + result.stderr
 
 
+def test_the_loop_of_the_readme_runs_each_experiment_once(tmp_path):
+    """With a stand-in for python, which fails for one experiment: the loop stops there, skips what is done, and resumes what was begun."""
+    loop = re.search(r"^for seed.*?^done; done; done$", readme(), re.MULTILINE | re.DOTALL)[0]
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >> calls\ncase "$*" in *"copy --attn fox --seed 1"*) [ -f ready ];; esac\n')
+    (tmp_path / "python").chmod(0o755)
+    done, begun = (tmp_path / "out" / name for name in ("flipflop-tra-no-sparse-no-contextual-s0", "induct-cope-s2"))
+    for run, file in ((done, "eval.json"), (begun, "ckpt.pt")):
+        run.mkdir(parents=True)
+        (run / file).write_text("")
+    go = lambda: subprocess.run(["bash", "-c", loop], cwd=tmp_path, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
+    go()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[-1] == "train.py --task copy --attn fox --seed 1" and "train.py --task copy --attn tra --no-sparse --seed 0" in calls
+    assert not any("flipflop --attn tra --no-sparse --no-contextual --seed 0" in call for call in calls)
+    (tmp_path / "ready").write_text("")
+    (tmp_path / "calls").unlink()
+    go()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == len(set(calls)) == 4 * 4 * 9 - 1 and "train.py --task induct --attn cope --seed 2 --resume" in calls
+
+
 def test_the_two_commands_of_a_fresh_machine_are_in_the_readme():
     for line in ("pip install -r requirements.txt && python train.py --attn tra --task copy", "pip install -r requirements.txt && pytest"):
         assert line in readme().splitlines()
