@@ -333,10 +333,18 @@ class CoPE(Attention):
         return cope_attention(q, k, v, self.pos_emb, dropout_p=self.dropout_p)
 
 
+def forget_gate(config):
+    """The projection of x whose logsigmoid is f, one per head."""
+    gate = nn.Linear(config.n_embd, config.n_head)
+    with torch.no_grad():
+        gate.bias += config.forget_bias
+    return gate
+
+
 class TRA(Attention):
     def __init__(self, config):
         super().__init__(config)
-        self.forget = nn.Linear(config.n_embd, config.n_head)
+        self.forget = forget_gate(config)
 
     def heads(self, x):
         qkv = super().heads(x)                                                              # (3, B, H, T, D)
@@ -364,7 +372,7 @@ class ALiBi(Attention):
 class FoX(Attention):
     def __init__(self, config):
         super().__init__(config)
-        self.forget = nn.Linear(config.n_embd, config.n_head)
+        self.forget = forget_gate(config)
 
     def attend(self, x, q, k, v, cache):
         log_forget = F.logsigmoid(widen(self.forget(x))).transpose(1, 2)                   # (B, H, T)
@@ -386,6 +394,7 @@ class GPTConfig:
     embd_std: float = 0.3           # of the token embeddings at the start
     rope_theta: float = 500_000.0
     cope_npos: int = 64
+    forget_bias: float = 0.0        # TRA and FoX: added to the gates' bias at the start; the higher, the less is forgotten at first
     sparse: bool = True             # TRA: keys with a score that is not positive leave the softmax
     contextual: bool = True         # TRA: distance counts only keys with a positive score
 
@@ -406,6 +415,8 @@ class GPTConfig:
             raise ValueError(f"sparse and contextual are parts of tra; {self.attn} has none to switch off")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        if not math.isfinite(self.forget_bias):
+            raise ValueError(f"forget_bias must be finite, not {self.forget_bias}")
         for name in ("embd_std", "rope_theta"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")

@@ -615,7 +615,7 @@ def test_without_a_compiler_one_line_and_no_run(tmp_path, monkeypatch, capsys):
 def test_seeds_differ_and_settings_reach_the_model(tmp_path, capsys):
     runs = {"a": ["--seed", 0], "b": ["--seed", 1], "c": ["--no-sparse"], "d": ["--no-contextual"], "e": ["--dropout", 0.5], "f": ["--lr", 0.1],
             "g": ["--beta2", 0.5], "h": ["--weight-decay", 50], "i": ["--warmup", 1], "j": ["--grad-clip", 0.01], "k": ["--batch", 3],
-            "l": ["--symbols", 4], "n": ["--embd-std", 1], "m": ["--dtype", "bfloat16"]}
+            "l": ["--symbols", 4], "n": ["--embd-std", 1], "o": ["--forget-bias", 2], "m": ["--dtype", "bfloat16"]}
     for name, flags in runs.items():
         assert call(train_script, *quick("copy", "--attn", "tra", "--out", tmp_path / name, *flags)) == 0
     sums = {name: float(weights(tmp_path / name)["blocks.0.mlp.up.weight"].double().sum()) for name in runs}

@@ -37,7 +37,7 @@ PRESETS = {
                  "paper": dict(MINI, batch=64, lr=1e-4, steps=25_000)},
     "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
              "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
-    "induct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=4000),
+    "induct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, forget_bias=3.0, batch=32, lr=2e-3, beta2=0.98, steps=4000),
                "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
     "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=6000),
                  "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
@@ -86,6 +86,8 @@ def parse_flags(words=None, run=None):
     group.add_argument("--embd-std", type=number(1e-6, 1e3), metavar="X", help=f"of the token embeddings at the start {told('embd_std')}, or the preset's")
     group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: base of the speeds at which pairs turn {told('rope_theta')}")
     group.add_argument("--cope-npos", type=integer(1), metavar="N", help=f"CoPE: number of learned positions {told('cope_npos')}")
+    group.add_argument("--forget-bias", type=number(-100, 100), metavar="X", help="TRA and FoX: added to the bias of the forget gates at the start; "
+                       f"the higher, the less is forgotten at first {told('forget_bias')}, or the preset's")
     group.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="TRA: irrelevant keys leave the softmax (default), or stay")
     group.add_argument("--contextual", action=argparse.BooleanOptionalAction, help="TRA: distance counts relevant keys (default), or all")
     group = parser.add_argument_group("optimisation (AdamW; linear warm-up, then cosine decay to zero)")
