@@ -278,7 +278,7 @@ def prepare(source, out, tokenizer, threads):
         if not source:
             name = download(folder / "raw.zip")
             _, _, parts = open_wiki(folder / "raw.zip")
-        meta = dict(zip(META, (FORMAT, tokenizer, VOCAB_SIZE[tokenizer], {}, {}, name, digest)))
+        meta = dict(format=FORMAT, tokenizer=tokenizer, vocab_size=VOCAB_SIZE[tokenizer], tokens={}, bytes={}, source=name, sha256=digest)
         for split, part in parts.items():
             meta["bytes"][split], meta["tokens"][split] = part[-1], tokenise(enc, part, folder / f"{split}.bin", threads)
             print(f"{split}: {meta['bytes'][split]:,} bytes, {meta['tokens'][split]:,} {tokenizer} tokens", flush=True)
@@ -297,7 +297,8 @@ def load(folder):
     try:
         meta = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        fail(f"{path} does not exist: prepare the text with python data.py --out {folder}")
+        flag = " --tokenizer byte" * str(folder).endswith("-byte")
+        fail(f"{path} does not exist: prepare the text with python data.py{flag} --out {folder}")
     except (OSError, ValueError, RecursionError) as e:
         fail(f"{path} cannot be read ({e}): {again}")
     for field, kind in META.items():
@@ -360,11 +361,14 @@ def main():
     parser.add_argument("--from", dest="source", type=Path, metavar="PATH",
                         help="a WikiText-103 zip, a folder of wiki.*.raw or .tokens, or a UTF-8 text file; default: fetch the raw zip")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to fill; default: data/wikitext-103, with byte data/wikitext-103-byte")
-    parser.add_argument("--tokenizer", choices=list(VOCAB_SIZE), default="gpt2", help="default: %(default)s")
+    parser.add_argument("--tokenizer", choices=list(VOCAB_SIZE), default="gpt2",
+                        help="gpt2 (default): 50,257 tokens, for paper scale; byte: 256 tokens, for laptop scale, nothing to fetch")
     args = parser.parse_args()
     out = args.out or Path("data/wikitext-103" + ("-byte" if args.tokenizer == "byte" else ""))
     try:
         prepare(args.source, out, args.tokenizer, os.cpu_count() or 1)
+    except BrokenPipeError:     # stdout, not the disk
+        raise
     except OSError as e:
         fail(f"{e.filename or out}: {e.strerror or e}")
 

@@ -15,10 +15,8 @@ Measure trained runs: exact match on every test set, or perplexity at every wind
     python eval.py --bench --attn rope tra                       # time and memory, side by side
 
 Exact match: an example counts as right only if every scored token is the model's first choice, given the true tokens before it
-(teacher forcing). That equals exact match of greedy generation: if the first choice is right at every position of the
-true sequence, then greedy generation says the first answer token right, so its prefix is the true one, so it says the
-second right, and so on to the end; and at the first wrong choice generation, too, leaves the true answer. One forward
-pass scores a sequence.
+(teacher forcing), which one forward pass tells. Greedy generation would say the same: up to the first wrong choice both have read
+the same tokens, the true ones, so both make that choice, or none.
 
 Perplexity: the text is cut into consecutive windows, and each window reads its tokens and predicts the one after each. So at
 every window size every token but the very first is scored exactly once, and the mean is over tokens, not over windows.
@@ -27,7 +25,6 @@ every window size every token but the very first is scored exactly once, and the
 import argparse
 import codecs
 import functools
-import io
 import itertools
 import json
 import math
@@ -49,7 +46,7 @@ from tasks import Parser, fail, integer, make_task, number, script, show
 
 FORMAT = 1                      # of ckpt.pt
 TEST_SEED = 0                   # every run meets the same test examples
-TOKENS_PER_BATCH = 8_192        # memory in evaluation: tokens, not sequences
+TOKENS_PER_BATCH = 8_192        # memory in evaluation: tokens, not sequences. A test set is drawn in batches: another number, other examples
 
 
 # ---- measuring ----
@@ -127,13 +124,14 @@ def validate(model, task, device):
 def pick_device(name):
     """auto is the best device here; one that is not here is an error the user can put right."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         found = torch.zeros(1, device=name)
         found.sum().item()
     except Exception as error:  # each kind of device that is not there has its own
         fail(f"--device {name} does not work here: {str(error)[:150]}")
     if found.is_cuda:
+        torch.set_float32_matmul_precision("high")      # TF32
         torch.cuda.set_device(found.device)     # its random state is then the one that is saved, its memory the one that is measured
     return name
 
@@ -246,7 +244,7 @@ def read_record(run):
         if type(found["seed"]) is not int or type(found["examples"]) is not int:
             raise ValueError
     except Exception:           # JSON can hold nearly anything
-        fail(f"{path} is damaged; python eval.py {run} --examples 500 measures again")
+        fail(f"{path} is damaged; python train.py --resume --out {run} writes it anew")
     return found
 
 
@@ -336,9 +334,9 @@ def table(records):
 
 # ---- mistakes, and text from a prompt ----
 
-def print_mistakes(run, model, task, splits, examples, count, device):
+def print_mistakes(run, ckpt, model, task, splits, args, device):
     """The first wrong examples of a run: what it read, what it should have said, what it said."""
-    left = count
+    left, examples = args.mistakes, ckpt["args"]["examples"]
     for split in splits:
         for x, y, predicted in predictions(model, task, split, examples, device):
             for i in (~right(y, predicted)).nonzero()[0][:left]:
@@ -349,10 +347,10 @@ def print_mistakes(run, model, task, splits, examples, count, device):
                 left -= 1
             if not left:
                 return
-    print(f"{run}: {count - left} mistakes in {examples} examples of each of {', '.join(splits)}")
+    print(f"{run}: {args.mistakes - left} mistakes in {examples} examples of each of {', '.join(splits)}")
 
 
-def continue_text(model, task, args, device):
+def continue_text(run, ckpt, model, task, splits, args, device):
     """Write on from a prompt, to the terminal, token by token. A character may take several tokens: it is shown when it is whole."""
     enc, decoder = encoding(task.meta["tokenizer"]), codecs.getincrementaldecoder("utf-8")(errors="replace")
     ids = enc.encode(args.prompt, disallowed_special=())
@@ -401,24 +399,26 @@ def new_figure(rows, columns, width, height):
 
 
 def save_figure(figure, path):
-    """Into memory, then into the file: whole, or not at all."""
     import matplotlib
-    drawn = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context({"text.parse_math": False}):      # a $ is a token like others
         warnings.simplefilter("ignore")                                                     # signs that the font lacks
-        figure.savefig(drawn, format=path[-3:], dpi=min(110, 20_000 / max(figure.get_size_inches())))
-    replace_file(path, lambda file: file.write(drawn.getvalue()))
+        dpi = min(110, 20_000 / max(figure.get_size_inches()))
+        replace_file(path, lambda file: figure.savefig(file, format=path[-3:], dpi=dpi))
     print(f"wrote {path}")
 
 
-def finish_panel(ax, log, **texts):
-    """Grid, legend and texts; plain numbers if the y axis is logarithmic."""
+def finish_panel(ax, log, ticks=(), **texts):
+    """Grid, legend and texts, and these ticks of x, numbers or names; plain numbers if the y axis is logarithmic."""
     from matplotlib.ticker import LogFormatter
     if log:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))     # only where there is room
     ax.set(**texts)
+    if ticks:
+        named = isinstance(ticks[0], str)
+        ax.set_xticks(range(len(ticks)) if named else ticks, ticks if named else [f"{tick:,}" for tick in ticks], fontsize="small")
+        ax.set_xticks([], minor=True)
     ax.grid(alpha=0.25)
     ax.legend(fontsize="small")
 
@@ -461,11 +461,8 @@ def draw_results(groups):
             ax.plot(x, [statistics.fmean(v) for v in values], label=f"{name}, {seeds} seed{'s' * (seeds > 1)}", **look)
         if not named and isinstance(trained, int):
             ax.axvline(trained, color="gray", linestyle="--", linewidth=1, label="trained up to here")
-        finish_panel(ax, y_label == "perplexity", title=title, xlabel="test set" if named else x_label, ylabel=y_label,
+        finish_panel(ax, y_label == "perplexity", ticks if len(ticks) < 8 else ticks[::-2], title=title, xlabel="test set" if named else x_label, ylabel=y_label,
                      xscale="log" if text and not named else "linear", **({} if text else {"ylim": (-4, 104)}))
-        ticks = ticks if len(ticks) < 8 else ticks[::-2]
-        ax.set_xticks(range(len(ticks)) if named else ticks, ticks if named else [f"{tick:,}" for tick in ticks], fontsize="small")
-        ax.set_xticks([], minor=True)
     if any(len(row["seeds"]) > 1 for group in groups for row in group["rows"]):
         figure.supxlabel("mean over seeds; shaded: from the lowest seed to the highest", fontsize="small")
     return figure
@@ -538,7 +535,7 @@ def attention_weights(model, idx):
 
 
 def pick_example(task, split, text):
-    """The tokens and their names: of a text, or of the first example of a test set; by default of few enough for a picture."""
+    """The tokens and their names: of a text, or of an example drawn as for a test set; by default of few enough for a picture."""
     if task.metric == "perplexity":
         enc = encoding(task.meta["tokenizer"])
         ids = task.tokens["test"][:int(split or SHORT)].tolist() if text is None else enc.encode(text, disallowed_special=())
@@ -581,8 +578,9 @@ def draw_attention(title, names, layers):
     return figure
 
 
-def show_attention(model, task, title, args, device):
+def show_attention(run, ckpt, model, task, splits, args, device):
     """Attention on one example: as a picture, or as text, where every key of the last query is followed by its weight, or by - if it was removed."""
+    title = f"{task.name} with {label(ckpt['args'])}, seed {ckpt['args']['seed']}"
     ids, names = pick_example(task, args.split, args.example)
     if args.attention and len(ids) > LONG:
         fail(f"{len(ids)} tokens are too many for a picture, which shows up to {LONG}; --attention without a file shows more")
@@ -594,6 +592,10 @@ def show_attention(model, task, title, args, device):
         for head, (row, kept) in enumerate(zip(weights[:, -1].tolist(), keep[:, -1].tolist()), 1):
             print(f"layer {layer} head {head} keeps {sum(kept)}:", *(f"{name}:{level(weight) if k else '-'}" for name, weight, k in zip(names, row, kept)))
     print()
+
+
+def is_tra(model):
+    return isinstance(model.blocks[0].attn, TRA)
 
 
 def skipped_share(reach):
@@ -620,9 +622,9 @@ def gates(model, idx):
     return rows
 
 
-def print_gates(run, model, task, args, device):
+def print_gates(run, ckpt, model, task, splits, args, device):
     """A table of gates(), over a batch of a test set or a window of the test text; with --json it is returned instead."""
-    if model.config.attn != "tra":
+    if not is_tra(model):
         fail(f"{run} has {model.config.attn} attention; --gates is for tra")
     if task.metric == "perplexity":
         window = min(max(map(int, args.windows or [args.split or 4096])), len(task.tokens["test"]) - 1)
@@ -689,6 +691,12 @@ def race(what, window, batch, contestants, device, tokens=None, rounds=6, memory
             for name, run in contestants.items()]
 
 
+def with_skipped(rows, models, idx):
+    """The rows; those of TRA with the share of key blocks that it skips when it reads idx (B, T)."""
+    return [row | {"skipped": statistics.fmean(head["skipped"] for head in gates(models[row["name"]], idx))} if is_tra(models[row["name"]]) else row
+            for row in rows]
+
+
 def bench_step(attns, window, batch, dropout, device):
     """A training step of the paper's mini model, on random tokens."""
     x, y = torch.randint(256, (2, batch, window), device=device)
@@ -701,10 +709,7 @@ def bench_step(attns, window, batch, dropout, device):
 
     rows = race("training step", window, batch, {        # with a learning rate of 0: the weights stay as they are
         attn: functools.partial(step, model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)) for attn, model in models.items()}, device)
-    for row in rows:
-        if row["name"] == "tra":
-            row["skipped"] = statistics.fmean(head["skipped"] for head in gates(models["tra"], x))
-    return rows
+    return with_skipped(rows, models, x)
 
 
 def bench_attention(window, batch, backward, device):
@@ -747,12 +752,8 @@ def bench_text(models, tokens, window, device):
     batch = max(1, min(TOKENS_PER_BATCH, len(tokens) - 1) // window)
     rows = race("perplexity pass", window, batch, {name: lambda name=name: score(name) for name in models},
                 device, tokens=len(tokens) - 1, rounds=3)
-    for row in rows:
-        row["perplexity"] = math.exp(losses[row["name"]])
-        if models[row["name"]].config.attn == "tra":
-            ids = torch.from_numpy(tokens[None, :window].astype("int64")).to(device)
-            row["skipped"] = statistics.fmean(head["skipped"] for head in gates(models[row["name"]], ids))
-    return rows
+    rows = [row | {"perplexity": math.exp(losses[row["name"]])} for row in rows]
+    return with_skipped(rows, models, torch.from_numpy(tokens[None, :window].astype("int64")).to(device))
 
 
 def bench_table(what, rows):
@@ -763,7 +764,7 @@ def bench_table(what, rows):
                       f"{row['tokens_per_second']:,.0f}", "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}",
                       "" if row["skipped"] is None else f"{100 * row['skipped']:.1f}", f"{row['perplexity']:.2f}" if "perplexity" in row else ""])
     used = [i for i, column in enumerate(zip(*cells)) if i == 0 or any(column[1:])]
-    return "\n".join([f"{what}; ratio to the first row of its window:", "", *markdown([[line[i] for i in used] for line in cells]), ""])
+    return "\n".join([f"{what}; ratio to {'its own cache' if what == 'generation' else 'the first row of its window'}:", "", *markdown([[line[i] for i in used] for line in cells]), ""])
 
 
 def draw_bench(rows):
@@ -776,17 +777,16 @@ def draw_bench(rows):
             ax.plot([row["window"] for row in found], [row["seconds"] for row in found], label=name,
                     **style({"sdpa": "rope", "tra_plain": "tra-no-sparse"}.get(name, name.split(",")[0])))
         ticks = sorted({row["window"] for row in rows if row["what"] == what})
-        finish_panel(ax, True, title=what, xlabel="window, tokens", ylabel="seconds", xscale="log")
-        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize="small")
-        ax.set_xticks([], minor=True)
+        finish_panel(ax, True, ticks, title=what, xlabel="window, tokens", ylabel="seconds", xscale="log")
     return figure
 
 
 def measurements(args, device):
     """What --bench measures, row by row: training, attention and generation; or the perplexity pass of the runs that are named."""
     sizes = [int(window) for window in args.windows or ()]
-    if args.examples if not args.runs else args.attn or args.batch or args.tokens or args.dropout is not None:
-        fail("--bench with runs takes --examples, and without runs --attn, --batch, --tokens and --dropout")
+    wrong = args.attn or args.batch or args.tokens or args.dropout is not None if args.runs else args.examples or args.data
+    if wrong:
+        fail("--bench with runs takes --examples and --data, and without runs --attn, --batch, --tokens and --dropout")
     if args.runs:
         ckpts, models, tasks = zip(*(open_run(run, args, device) for run in args.runs))
         named = {f"{label(ckpt['args'])}, seed {ckpt['args']['seed']}": model for ckpt, model in zip(ckpts, models)}
@@ -849,10 +849,10 @@ def main():
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders that train.py wrote, such as out/copy-tra-s0")
     group = parser.add_argument_group("measuring")
     group.add_argument("--examples", type=integer(1), metavar="N", help="measure again on N examples of each test set, or on the first N "
-                       "tokens of a test text, which may be more than it has (default: what eval.json says)")
-    group.add_argument("--split", metavar="S", help="only this test set")
+                       "tokens of a test text, which may be more than it has (default: eval.json's, or the run's own)")
+    group.add_argument("--split", metavar="S", help="only this test set, such as 2x, dense-4x or 1024")
     group.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
-    group = parser.add_argument_group("instead of the table")
+    group = parser.add_argument_group("instead of the table (as are --prompt, --curves, --attention, --gates, --bench: one at a time)")
     group.add_argument("--mistakes", type=integer(1), metavar="N", help="print N wrong examples of each run")
     group.add_argument("--json", action="store_true", default=None, help="the table, with every seed's value, as JSON; or --gates, or --bench")
     group = parser.add_argument_group("pictures (FILE ends in .png, .svg or .pdf; they need matplotlib)")
@@ -861,12 +861,13 @@ def main():
     group.add_argument("--curves", type=picture, metavar="FILE", help="draw the training loss of each run, by its log.jsonl")
     group.add_argument("--attention", type=picture, nargs="?", const=False, metavar="FILE", help="draw every head's attention weights on one "
                        "example; without FILE the last query's, as text, of any number of runs")
-    group.add_argument("--example", metavar="TEXT", help="for --attention: tokens with spaces between them, or for wikitext any text (default: the "
-                       f"first example of --split, or of the first test set up to {SHORT} tokens)")
+    group.add_argument("--example", metavar="TEXT", help="for --attention: tokens with spaces between them, or for wikitext any text (default: "
+                       f"an example of --split, or of the first test set up to {SHORT} tokens)")
     group = parser.add_argument_group("wikitext")
     group.add_argument("--windows", "--window", type=windows, metavar="N,N,...", help="measure perplexity at these windows; with --json or --plot also the loss "
                        "by position in the longest")
     group.add_argument("--data", metavar="DIR", help="the prepared text, if it is no longer where it was in training")
+    group = parser.add_argument_group("text from a prompt (wikitext)")
     group.add_argument("--prompt", metavar="TEXT", help="continue this text; it may be longer than the training window")
     group.add_argument("--tokens", type=integer(1), metavar="N", help="how many tokens to write (default 200, and 512 in --bench)")
     group.add_argument("--temperature", type=number(0, 100), metavar="X", help="0 takes the likeliest token (default 0.8)")
@@ -904,44 +905,34 @@ def main():
         return bench(args, device)
     if not args.runs:
         fail("RUN is missing: name at least one, for example python eval.py out/copy-*")
-    measure = args.data or args.examples or args.mistakes or args.windows or args.gates or args.prompt is not None or args.attention is not None
-    records, gated = [], []
+    act = {"mistakes": print_mistakes, "prompt": continue_text, "attention": show_attention, "gates": print_gates}.get(modes[0])
+    records, said = [], []
     for run in args.runs:
-        found = None if measure else read_record(run)
+        found = None if act or args.data or args.examples or args.windows else read_record(run)
         if found is None:
             ckpt, model, task = open_run(run, args, device)
             if ckpt["step"] < ckpt["args"].get("steps", 0):
                 print(f"note: {run} is at step {ckpt['step']} of {ckpt['args']['steps']}", file=sys.stderr)
-            if task.metric != "perplexity" and (args.windows or args.prompt is not None):
-                fail(f"{run} was trained on {task.name}; --windows and --prompt are for runs of wikitext")
-            if task.metric == "perplexity" and args.mistakes:
-                fail(f"{run} was trained on a text; --mistakes is for the synthetic tasks")
-            tests = args.windows or list(task.splits)[1:]
-            if args.split and args.split not in tests:
-                fail(f"{run} has no test set {args.split!r}; choose one of {', '.join(tests)}")
-            splits, count = [args.split] if args.split else tests, ckpt["args"]["examples"]
-            if args.gates:
-                gated.append(print_gates(run, model, task, args, device))
-                continue
-            if args.prompt is not None:
-                continue_text(model, task, args, device)
-                continue
-            if args.attention is not None:
-                show_attention(model, task, f"{task.name} with {label(ckpt['args'])}, seed {ckpt['args']['seed']}", args, device)
-                continue
-            if args.mistakes:
-                print_mistakes(run, model, task, splits, count, args.mistakes, device)
-                continue
+            for name in ("mistakes",) if task.metric == "perplexity" else ("windows", "prompt"):
+                if getattr(args, name) is not None:
+                    fail(f"--{name} is not for {run}, which was trained on {task.name}")
+        tests = list(found["results"]) if found else args.windows or list(task.splits)[1:]
+        if args.split and args.split not in tests:
+            fail(f"{run} has no test set {args.split!r}; choose one of {', '.join(tests)}")
+        splits = [args.split] if args.split else tests
+        if act:
+            said.append(act(run, ckpt, model, task, splits, args, device))
+            continue
+        if found:
+            found["results"] = {split: found["results"][split] for split in splits}
+        else:
+            count = ckpt["args"]["examples"]
             found = record(ckpt["args"], task, count, {} if args.curves else evaluate(model, task, count, device, splits))
             if args.windows and (args.json or args.plot):
                 found["by_position"] = loss_by_position(model, task.tokens["test"][:count], max(map(int, splits)), device)
-        elif args.split:
-            if args.split not in found["results"]:
-                fail(f"{run} has no test set {args.split!r}; choose one of {', '.join(found['results'])}")
-            found["results"] = {args.split: found["results"][args.split]}
         records.append(found)
     if args.gates and args.json:
-        print(json.dumps(gated, indent=1))
+        print(json.dumps(said, indent=1))
     for group in summarise(records):
         for row in group["rows"]:
             if len(set(row["seeds"])) < len(row["seeds"]):

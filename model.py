@@ -29,7 +29,7 @@ def causal_mask(T, S, device):
 
 
 def sdpa(q, k, v, dropout_p, bias=None):
-    """softmax(q k^T / sqrt(D) + bias) v over the causal keys, in torch's fused kernels; bias is (T, S) or (B, H, T, S)."""
+    """softmax(q k^T / sqrt(D) + bias) v over the causal keys, by torch's kernel, fused where it can be; bias is (T, S) or (B, H, T, S)."""
     T, S = q.size(2), k.size(2)
     if bias is None and T in (1, S):                        # a single query sees every key
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=T == S)
@@ -83,7 +83,7 @@ def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
     pos_emb is (D, npos). As in the paper's listing, the position term is not divided by sqrt(D).
     """
     T, S = q.size(2), k.size(2)
-    if T > 256:         # 256 rows at a time, with the keys that they see: T x S never exists as a whole
+    if T > 256:         # 256 rows at a time, with the keys that they see: without gradients, T x S never exists as a whole
         return torch.cat([cope_attention(q[:, :, t - 256:t], k[:, :, :S - T + t], v[:, :, :S - T + t], pos_emb, dropout_p)
                           for t in range(256, T + 256, 256)], dim=2)
     mask = causal_mask(T, S, q.device)                                                      # (T, S)
@@ -123,9 +123,7 @@ def tra_plain(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
 
 @full_precision
 def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
-    """Two forms of one function, equal up to rounding: tra_plain for fewer than two blocks of queries, and from there on
-    tra_blocked, further down, which was never slower there, measured on a CPU.
-    """
+    """tra_plain for fewer than two blocks of queries, else tra_blocked, further down: the same up to rounding, and faster there."""
     form = tra_plain if q.size(2) < 2 * BLOCK else tra_blocked
     return form(q, k, v, log_forget, sparse, contextual, dropout_p)
 
@@ -160,7 +158,7 @@ def fox_attention(q, k, v, log_forget, dropout_p=0.0):
     return sdpa(q, k, v, dropout_p, bias=total[..., -q.size(2):, None] - total[..., None, :])
 
 
-# On a first reading, go on at class Attention: from here to there is tra_plain once more, only faster.
+# On a first reading, go on at remember(): from here to there is tra_plain once more, only faster.
 
 BLOCK = 64      # queries, and keys, in a block
 
@@ -185,8 +183,8 @@ def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0
 
     before, after = (S - T) % BLOCK, -S % BLOCK             # padding to whole blocks; no query sees what is after the end
     queries, keys = (before + T + after) // BLOCK, (S + after) // BLOCK                     # blocks per head
-    left = torch.arange(keys - queries, keys, device=q.device).repeat(B * H)                # (N,), N = B * H * queries
-    own = left + torch.arange(0, B * H * keys, keys, device=q.device).repeat_interleave(queries)       # (N,)
+    left = torch.arange(keys - queries, keys, device=q.device).repeat(B * H)                # (N,), N = B * H * queries: blocks of keys to the left of each
+    own = left + torch.arange(0, B * H * keys, keys, device=q.device).repeat_interleave(queries)       # (N,): the block of keys of its own tokens
 
     def blocks(x, before, fill=0.0):
         if before or after:
@@ -292,10 +290,10 @@ def remember(cache, name, new):
 
 
 class Attention(nn.Module):
-    """What all six share: projections in and out, heads, cache. A subclass says how q, k and v meet, in attend(), which gets
+    """What all six share: projections in and out, heads, cache. A subclass says in attend() how q, k and v meet.
 
-    x (B, T, C) and q (B, H, T, D) of the new tokens, k and v (B, H, S, D) of all tokens so far, and the cache, where whatever
-    else belongs to keys must be remembered, as in FoX.
+    attend() gets x (B, T, C) and q (B, H, T, D) of the new tokens, k and v (B, H, S, D) of all tokens so far, and the cache,
+    where whatever else belongs to keys must be remembered, as in FoX.
     """
 
     def __init__(self, config):

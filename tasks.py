@@ -10,8 +10,8 @@ instruct   copy, reverse, first or last, as told
     python tasks.py --task flipflop --split sparse --count 3 --seed 7
     python tasks.py --task induct --plain                             # one example per line, nothing else
 
-Every batch is a pure function of (split, seed, step): streams never end, a run can continue anywhere, and training and
-test streams cannot overlap, because the number of the split is part of the random generator's seed.
+Every batch is a pure function of (split, seed, step): streams never end, a run can continue anywhere, and test examples
+come from generators that training never uses, because the number of the split is part of the generator's seed.
 A batch is x, y, both int64 (B, T): y holds the token after x, and -1 where nothing is scored.
 """
 
@@ -99,16 +99,14 @@ class Task:
     others are test sets. sample(rng, size, spec) returns tokens (B, T+1) and a mask of the tokens that are scored.
     """
     length: int
+    metric = "exact match"
+    least = {}                  # the smallest value of a size, where it is not 1
 
     def __post_init__(self):
         for field in fields(self):
             least, value = self.least.get(field.name, 1), getattr(self, field.name)
             if not isinstance(value, int) or not least <= value <= 10**5:
                 fail(f"--{field.name} must be a number from {least} to {10**5} for {self.name}, not {value!r}")
-
-    least = {}
-
-    metric = "exact match"
 
     @property
     def name(self):
@@ -195,7 +193,7 @@ class Copy(Task):
 class Induct(Task):
     """After <sep> come queries, each answered by the symbol that followed it in the context, where it stands just once.
 
-        <bos> d b a b e b <sep> a [b] d [b]        (length 6, two pairs)
+        <bos> d b a c e b <sep> a [c] d [b]        (length 6, two pairs)
 
     The queried symbols are placed once each, never side by side, and the rest is filled from the others. So an answer is
     never itself a query, and any length works.
@@ -302,7 +300,7 @@ def show(task, x, y, mark=True):
 def main():
     parser = Parser(prog="tasks.py", description=__doc__)
     parser.add_argument("--task", choices=TASKS, required=True, help="whose examples to show")
-    parser.add_argument("--split", default="train", help="train (default) or a test set of the task")
+    parser.add_argument("--split", default="train", help="train (default) or a test set, such as sparse-4x, 1.5x, reverse-10x; a wrong name lists them all")
     parser.add_argument("--count", type=integer(1), default=3, metavar="N", help="how many examples (default 3)")
     parser.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of the stream they come from (default 0)")
     parser.add_argument("--plain", action="store_true", help="one example per line, tokens separated by single spaces")

@@ -5,11 +5,11 @@ Train any attention on any task, then measure it on sequences longer than it eve
     python train.py --attn rope --task flipflop --seed 1
     python train.py --attn tra --task copy --scale paper      # the paper's setting, for a GPU
     python train.py --attn tra --task copy --no-contextual    # TRA without its contextual distance
-    python train.py --attn tra --task copy --resume           # go on after Ctrl-C, a crash or a full disk, exactly where it was
+    python train.py --attn tra --task copy --resume           # after Ctrl-C, a crash or a full disk; it ends as if never stopped
 
 A run is a folder, out/{task}-{attn}-s{seed}/:
     ckpt.pt     config, weights, optimizer, random state, step, flags
-    log.jsonl   one JSON object a line: step, loss, learning rate, gradient norm, tokens per second
+    log.jsonl   one JSON object a line: step, loss, learning rate, gradient norm, tokens per second; or step and a validation
     eval.json   the final table; eval.py reads it
 """
 
@@ -31,16 +31,16 @@ from model import ATTENTIONS, GPT, GPTConfig
 from tasks import TASKS, Parser, add_size_flags, fail, integer, number, script
 
 # The settings of each experiment. Those that are not here are in DEFAULTS, and the tasks' own sizes in tasks.py.
-MINI = dict(n_layer=4, n_head=4, n_embd=256)            # the paper's model for synthetic tasks
+MINI = dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)       # the paper's, for the synthetic tasks
 PRESETS = {
     "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=800),
-                 "paper": dict(MINI, batch=64, lr=1e-4, steps=25_000)},
+                 "paper": dict(MINI, batch=64, steps=25_000)},
     "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
-             "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
+             "paper": MINI},
     "induct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, forget_bias=3.0, batch=32, lr=2e-3, beta2=0.98, steps=4000),
-               "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
+               "paper": MINI},
     "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=6000),
-                 "paper": dict(MINI, batch=128, lr=1e-4, steps=100_000)},
+                 "paper": MINI},
     "wikitext": {"laptop": dict(n_layer=4, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=800, data="data/wikitext-103-byte", window=128,
                                 eval_every=100, examples=131_072),
                  "paper": dict(n_layer=8, n_head=8, n_embd=512, batch=64, lr=1e-4, steps=100_000, data="data/wikitext-103", window=128,
@@ -50,7 +50,7 @@ DEFAULTS = dict(seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.0
                 device="auto", dtype="auto", compile=False, log_every=50, eval_every=0, save_every=60.0,
                 **{field.name: field.default for field in fields(GPTConfig) if field.name not in ("attn", "vocab_size", "n_layer", "n_head", "n_embd")})
 # A resumed run may change these; everything else stays as it was started.
-FREE = ("steps", "examples", "device", "compile", "log_every", "eval_every", "save_every")
+CHANGEABLE = ("steps", "examples", "device", "compile", "log_every", "eval_every", "save_every")
 
 
 def sizes_of(task, scale):
@@ -63,17 +63,18 @@ def parse_flags(words=None, run=None):
     parser = Parser(prog="train.py", description=__doc__, epilog="presets:\n" + "\n".join(
         f"  {task:9s} {scale:7s} " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in {**preset, **sizes_of(task, scale)}.items())
         for task, scales in PRESETS.items() for scale, preset in scales.items()))
-    told = lambda name: f"(default {DEFAULTS[name]})"
+    default = lambda name: f"(default {DEFAULTS[name]})"
     group = parser.add_argument_group("experiment")
-    group.add_argument("--attn", choices=ATTENTIONS, help="the attention to train")
+    group.add_argument("--attn", choices=ATTENTIONS, help="the attention to train; the top of model.py names their papers")
     group.add_argument("--task", choices=PRESETS, help="what to train it on; see python tasks.py --task NAME, and for wikitext python data.py --help")
     group.add_argument("--scale", choices=("auto", "laptop", "paper"), help="which preset; auto (default): paper with CUDA, else laptop")
-    group.add_argument("--seed", type=integer(0), metavar="N", help=f"of the weights, the data and the dropout {told('seed')}")
+    group.add_argument("--seed", type=integer(0), metavar="N", help=f"seed of the weights, the data and the dropout {default('seed')}")
     group.add_argument("--out", metavar="DIR", help="folder of the run (default out/{task}-{attn}-s{seed})")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--resume", action="store_true", help="go on with the run in that folder; flags left out are as it was started")
     either.add_argument("--overwrite", action="store_true", help="start anew, even if that folder holds a run")
-    group.add_argument("--examples", type=integer(1), metavar="N", help=f"of each test set, or tokens of the test text, as many as it has {told('examples')}, or the preset's")
+    group.add_argument("--examples", type=integer(1), metavar="N", help=f"in each test set {default('examples')}; wikitext: tokens of the test text (default: "
+                       "the preset's); more than it has means all of it")
     group = parser.add_argument_group("size of the task (default: the preset's)")
     add_size_flags(group)
     group.add_argument("--data", metavar="DIR", help="wikitext: a folder that data.py prepared")
@@ -82,31 +83,31 @@ def parse_flags(words=None, run=None):
     group.add_argument("--n-layer", type=integer(1, 1000), metavar="N", help="blocks")
     group.add_argument("--n-head", type=integer(1), metavar="N", help="attention heads in each")
     group.add_argument("--n-embd", type=integer(1), metavar="N", help="width; divisible by --n-head")
-    group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {told('dropout')}")
-    group.add_argument("--embd-std", type=number(1e-6, 1e3), metavar="X", help=f"of the token embeddings at the start {told('embd_std')}, or the preset's")
-    group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: base of the speeds at which pairs turn {told('rope_theta')}")
-    group.add_argument("--cope-npos", type=integer(1), metavar="N", help=f"CoPE: number of learned positions {told('cope_npos')}")
+    group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {default('dropout')}")
+    group.add_argument("--embd-std", type=number(1e-6, 1e3), metavar="X", help=f"standard deviation of the token embeddings at the start {default('embd_std')}, or the preset's")
+    group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: base of the speeds at which pairs turn {default('rope_theta')}")
+    group.add_argument("--cope-npos", type=integer(1), metavar="N", help=f"CoPE: number of learned positions {default('cope_npos')}")
     group.add_argument("--forget-bias", type=number(-100, 100), metavar="X", help="TRA and FoX: added to the bias of the forget gates at the start; "
-                       f"the higher, the less is forgotten at first {told('forget_bias')}, or the preset's")
+                       f"the higher, the less is forgotten at first {default('forget_bias')}, or the preset's")
     group.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="TRA: irrelevant keys leave the softmax (default), or stay")
     group.add_argument("--contextual", action=argparse.BooleanOptionalAction, help="TRA: distance counts relevant keys (default), or all")
     group = parser.add_argument_group("optimisation (AdamW; linear warm-up, then cosine decay to zero)")
     group.add_argument("--steps", type=integer(1), metavar="N", help="updates (default: the preset's)")
     group.add_argument("--batch", type=integer(1), metavar="N", help="sequences per update (default: the preset's)")
-    group.add_argument("--accumulate", type=integer(1), metavar="N", help=f"run each batch in N parts, to save memory {told('accumulate')}")
+    group.add_argument("--accumulate", type=integer(1), metavar="N", help=f"run each batch in N parts, to save memory {default('accumulate')}")
     group.add_argument("--lr", type=number(0, 100), metavar="X", help="peak learning rate (default: the preset's)")
-    group.add_argument("--warmup", type=number(0, 1), metavar="X", help=f"share of the steps {told('warmup')}")
-    group.add_argument("--weight-decay", type=number(0, 100), metavar="X", help=told("weight_decay"))
-    group.add_argument("--beta2", type=number(0, 0.999999), metavar="X", help=told("beta2"))
-    group.add_argument("--grad-clip", type=number(0, 1e9), metavar="X", help=f"largest norm of the gradient; 0: no limit {told('grad_clip')}")
+    group.add_argument("--warmup", type=number(0, 1), metavar="X", help=f"share of the steps in which the learning rate rises {default('warmup')}")
+    group.add_argument("--weight-decay", type=number(0, 100), metavar="X", help=f"AdamW's {default('weight_decay')}")
+    group.add_argument("--beta2", type=number(0, 0.999999), metavar="X", help=f"AdamW's decay of squared gradients {default('beta2')}, or the preset's")
+    group.add_argument("--grad-clip", type=number(0, 1e9), metavar="X", help=f"largest norm of the gradient; 0: no limit {default('grad_clip')}")
     group = parser.add_argument_group("machine")
     group.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, mps")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="auto (default): bfloat16 autocast on CUDA, else float32")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the training step (needs a C++ compiler, or Triton on CUDA)")
-    group.add_argument("--log-every", type=integer(1), metavar="N", help=f"steps between lines of the log {told('log_every')}")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model for training (needs a C++ compiler, or Triton on CUDA)")
+    group.add_argument("--log-every", type=integer(1), metavar="N", help=f"steps between lines of the log {default('log_every')}")
     group.add_argument("--eval-every", type=integer(0), metavar="N", help="steps between validations: loss on the validation text, or exact match on 100 "
-                       f"examples of the first test set; 0: none {told('eval_every')}, or the preset's")
-    group.add_argument("--save-every", type=number(0, 1e9), metavar="SECONDS", help=f"between checkpoints {told('save_every')}")
+                       f"examples of the first test set; 0: none {default('eval_every')}, or the preset's")
+    group.add_argument("--save-every", type=number(0, 1e9), metavar="SECONDS", help=f"between checkpoints {default('save_every')}")
     if run:
         parser.error = lambda message: bad_checkpoint(run, message)
     return vars(parser.parse_args(words))
@@ -115,21 +116,19 @@ def parse_flags(words=None, run=None):
 def settings(given):
     """Fill in what was not given: from the run that is resumed, else from the preset and the defaults."""
     resume, overwrite, out = given.pop("resume"), given.pop("overwrite"), given.pop("out")
-    if out is None:
-        if not (given["attn"] and given["task"]):
-            fail("--attn and --task are needed, for example: python train.py --attn tra --task copy")
+    if out is None and given["attn"] and given["task"]:
         named = {**DEFAULTS, **{k: v for k, v in given.items() if v is not None}}
         out = os.path.join("out", f"{named['task']}-{label(named)}-s{named['seed']}")
-    ckpt = load_checkpoint(out) if resume else None
+    ckpt = load_checkpoint(out) if resume and out else None
     if ckpt:
         # A file can hold anything: its flags go through the parser as if they were typed.
         kept = {name: ckpt["args"].get(name) for name in given}
         started = parse_flags([f"--{'no-' if value is False else ''}{name.replace('_', '-')}" + ("" if isinstance(value, bool) else f"={value}")
                                for name, value in kept.items() if value is not None], run=out)
         for name, value in given.items():
-            if value is None or value == "auto" and name not in FREE:
+            if value is None or value == "auto" and name not in CHANGEABLE:
                 given[name] = started[name]
-            elif value != started[name] and name not in FREE:
+            elif value != started[name] and name not in CHANGEABLE:
                 fail(f"--{name.replace('_', '-')} is {value}, but {out} was started with {started[name]}")
     if not (given["attn"] and given["task"]):
         fail("--attn and --task are needed, for example: python train.py --attn tra --task copy")
@@ -231,8 +230,6 @@ def train(out, args, ckpt):
     if args["dtype"] == "auto":
         args["dtype"] = "bfloat16" if kind == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     autocast = torch.autocast(kind, dtype=torch.bfloat16, enabled=args["dtype"] == "bfloat16")
-    if kind == "cuda":
-        torch.set_float32_matmul_precision("high")      # TF32
 
     task = open_task(args)
     if ckpt and ckpt.get("sizes") != task.sizes:
