@@ -713,13 +713,15 @@ def bench_step(attns, window, batch, dropout, device):
 
 
 def bench_attention(window, batch, backward, device):
-    """The attention alone, 8 heads of width 64, gates at -0.5: torch's own kernel, TRA, and its plain form while that fits."""
+    """The attention alone, 8 heads of width 64: torch's own kernel; TRA with gates at -0.5; while it fits, with gates at 0, where nothing
+    is forgotten, and in its plain form.
+    """
     q, k, v = torch.randn(3, batch, 8, window, 64, device=device)
     q, k, f = F.rms_norm(q, (64,)), F.rms_norm(k, (64,)), torch.full((batch, 8, window), -0.5, device=device)
     skipped = skipped_share(tra_blocked(q, k, v, f, tell_reach=True)[1]).mean().item()
     contestants = {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), "tra": lambda: tra_attention(q, k, v, f)}
     if window <= 4096:
-        contestants["tra_plain"] = lambda: tra_plain(q, k, v, f)
+        contestants |= {"tra, gates at 0": lambda: tra_attention(q, k, v, 0 * f), "tra_plain": lambda: tra_plain(q, k, v, f)}
     if backward:
         for x in (q, k, v, f):
             x.requires_grad_()
@@ -739,7 +741,7 @@ def bench_generation(attn, count, device):
             idx = torch.cat((idx, model(idx)[0][:, -1:].argmax(-1)), dim=1)
 
     contestants = {f"{attn}, cache": lambda: model.generate(start, count, temperature=0), f"{attn}, no cache": without}
-    return race("generation", count, 1, contestants, device, tokens=count, rounds=2, memory=False)
+    return race("generation", count, 1, contestants, device, tokens=count, rounds=4, memory=False)
 
 
 def bench_text(models, tokens, window, device):
@@ -775,7 +777,7 @@ def draw_bench(rows):
         for name in dict.fromkeys(row["name"] for row in rows if row["what"] == what):
             found = [row for row in rows if (row["what"], row["name"]) == (what, name)]
             ax.plot([row["window"] for row in found], [row["seconds"] for row in found], label=name,
-                    **style({"sdpa": "rope", "tra_plain": "tra-no-sparse"}.get(name, name.split(",")[0])))
+                    **style({"sdpa": "rope", "tra, gates at 0": "tra-no-contextual", "tra_plain": "tra-no-sparse"}.get(name, name.split(",")[0])))
         ticks = sorted({row["window"] for row in rows if row["what"] == what})
         finish_panel(ax, True, ticks, title=what, xlabel="window, tokens", ylabel="seconds", xscale="log")
     return figure

@@ -1490,7 +1490,7 @@ def test_bench_measures_every_attention_and_prints_markdown_or_json(capsys):
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 and row["tokens_per_second"] == 8 / row["seconds"] for row in steps)
     assert {row["what"] for row in found["rows"]} == {"training step", "generation"} and steps[0]["ratio"] == 1
     alone = [row for backward in (False, True) for row in eval_script.bench_attention(256, 1, backward, "cpu")]
-    assert [row["name"] for row in alone] == ["sdpa", "tra", "tra_plain"] * 2 and alone[1]["skipped"] > 0 and alone[4]["skipped"] > 0
+    assert [row["name"] for row in alone] == ["sdpa", "tra", "tra, gates at 0", "tra_plain"] * 2 and alone[1]["skipped"] > 0 and alone[5]["skipped"] > 0
     assert alone[4]["peak_bytes"] < alone[5]["peak_bytes"]
 
 
