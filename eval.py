@@ -753,7 +753,7 @@ def bench_text(models, tokens, window, device):
 
     batch = max(1, min(TOKENS_PER_BATCH, len(tokens) - 1) // window)
     rows = race("perplexity pass", window, batch, {name: lambda name=name: score(name) for name in models},
-                device, tokens=len(tokens) - 1, rounds=3)
+                device, tokens=len(tokens) - 1, rounds=5)
     rows = [row | {"perplexity": math.exp(losses[row["name"]])} for row in rows]
     return with_skipped(rows, models, torch.from_numpy(tokens[None, :window].astype("int64")).to(device))
 
