@@ -907,6 +907,7 @@ def main():
         return bench(args, device)
     if not args.runs:
         fail("RUN is missing: name at least one, for example python eval.py out/copy-*")
+    # what is done with each run instead of measuring it; all with one signature
     act = {"mistakes": print_mistakes, "prompt": continue_text, "attention": show_attention, "gates": print_gates}.get(modes[0])
     records, said = [], []
     for run in args.runs:

@@ -920,6 +920,12 @@ def test_data_download_that_fails_leaves_nothing(mirror, path, reason, tmp_path,
     assert os.listdir(tmp_path) == []
 
 
+def test_a_missing_text_names_the_command_that_prepares_it(tmp_path, capsys):
+    for folder, words in (("x-byte", "data.py --tokenizer byte --out"), ("x", "data.py --out")):
+        assert call(train_script, *quick("wikitext", "--attn", "tra", "--out", tmp_path / "run", "--data", tmp_path / folder)) == 2
+        assert f"{words} {tmp_path / folder}" in capsys.readouterr().err
+
+
 def test_data_needs_its_user_agent(mirror, monkeypatch, tmp_path, capsys):
     mirror("/good")
     plain = data_script.urllib.request.Request
