@@ -48,6 +48,8 @@ def full_precision(attention):
     """Run an attention in float32 (float64 stays) under any autocast: bfloat16 cannot count past 256."""
     @functools.wraps(attention)
     def wrapped(q, k, v, *args, **kwargs):
+        if widen(q) is q and not torch.is_autocast_enabled(q.device.type):
+            return attention(q, k, v, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return attention(*map(widen, (q, k, v, *args)), **{name: widen(x) for name, x in kwargs.items()}).to(v.dtype)
     return wrapped
@@ -282,11 +284,20 @@ class TRABlocks(torch.autograd.Function):
 
 
 def remember(cache, name, new):
-    """Append new (B, H, T, ...) to what the cache holds under this name and return all of it; without a cache, just new."""
+    """Append new (B, H, T, ...) to what the cache holds under this name and return all of it; without a cache, just new.
+
+    It is written in place, where there is room, so that a token does not cost a copy of all before it.
+    """
     if cache is None:
         return new
-    cache[name] = torch.cat((cache[name], new), dim=2) if name in cache else new
-    return cache[name]
+    room, used = cache.get(name, (new[:, :, :0], 0))
+    total = used + new.size(2)
+    if total > room.size(2):
+        more = new.new_empty(*new.shape[:2], total - used + 256, *new.shape[3:])
+        room = torch.cat((room[:, :, :used], more), dim=2)
+    room[:, :, used:total] = new
+    cache[name] = room, total
+    return room[:, :, :total]
 
 
 class Attention(nn.Module):

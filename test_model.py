@@ -286,10 +286,10 @@ def test_the_future_changes_nothing(attn):
 
 
 @pytest.mark.parametrize("attn", ATTENTIONS)
-@pytest.mark.parametrize("chunks", [[1] * 17, [9, 1, 1, 6], [17]])
+@pytest.mark.parametrize("chunks", [[1] * 17, [9, 1, 1, 6], [17], [3, 300, 1, 1]])         # the last outgrows the cache's room
 def test_cached_logits_equal_full_logits(attn, chunks):
     model = tiny(attn).double()
-    idx = torch.randint(0, 11, (2, 17))
+    idx = torch.randint(0, 11, (2, sum(chunks)))
     cache = [{} for _ in model.blocks]
     with torch.no_grad():
         parts = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
