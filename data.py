@@ -297,7 +297,7 @@ def load(folder):
     try:
         meta = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        flag = " --tokenizer byte" * str(folder).endswith("-byte")
+        flag = " --tokenizer byte" * str(Path(folder)).endswith("-byte")
         fail(f"{path} does not exist: prepare the text with python data.py{flag} --out {folder}")
     except (OSError, ValueError, RecursionError) as e:
         fail(f"{path} cannot be read ({e}): {again}")

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 
 from data import WikiText, encoding
 from model import ATTENTIONS, GPT, GPTConfig, TRA, causal_mask, tra_attention, tra_blocked, tra_plain
-from tasks import Parser, fail, integer, make_task, number, script, show
+from tasks import SIZES, Parser, fail, integer, make_task, number, script, show
 
 FORMAT = 1                      # of ckpt.pt
 TEST_SEED = 0                   # every run meets the same test examples
@@ -102,11 +102,13 @@ def loss_by_position(model, tokens, window, device):
     return [[a + 1, b, (total[a:b].sum() / seen[a:b].sum()).item()] for a, b in zip(edges, edges[1:]) if seen[a:b].sum()]
 
 
-def evaluate(model, task, count, device, splits=None):
-    """{test set: exact match on count examples, or perplexity of the first count tokens} for the test sets named, or all of them."""
-    splits = splits or list(task.splits)[1:]
+def evaluate(model, task, count, device, splits):
+    """{test set: exact match on count examples, or perplexity of the first count tokens} for the test sets named."""
     if task.metric == "perplexity":
-        losses = {split: mean_loss(model, task.tokens["test"][:count], int(split), device) for split in splits}
+        tokens = task.tokens["test"][:count]
+        if longer := [split for split in splits if int(split) >= len(tokens)]:
+            print(f"note: {len(tokens) - 1} tokens are scored, fewer than a window of {', '.join(longer)}", file=sys.stderr)
+        losses = {split: mean_loss(model, tokens, int(split), device) for split in splits}
         return {split: math.exp(min(loss, 27)) for split, loss in losses.items()}       # worse than 5e11 is no more a number to read
     return {split: exact_match(model, task, split, count, device) for split in splits}
 
@@ -191,11 +193,11 @@ def load_model(run, ckpt):
 
 def open_task(args):
     """The task that a run's flags name."""
-    sizes = {name: args[name] for name in ("length", "symbols", "pairs", "window", "data")}
+    sizes = {name: args[name] for name in (*SIZES, "window", "data")}
     if args["task"] == "wikitext":
         if args["examples"] < 2:
             fail("--examples must be at least 2 for a text, whose first token is not scored")
-        wrong = [name for name in ("length", "symbols", "pairs") if sizes[name] is not None]
+        wrong = [name for name in SIZES if sizes[name] is not None]
         return fail(f"--{wrong[0]} means nothing to wikitext; its sizes are --window, --data") if wrong else WikiText(args["data"], args["window"])
     return make_task(args["task"], args["scale"], **sizes)
 
@@ -221,7 +223,8 @@ def record(args, task, count, results):
     examples = count if task.metric == "exact match" else min(count, len(task.tokens["test"])) - 1
     return {"task": args["task"], "attn": args["attn"], "seed": args["seed"], "scale": args["scale"],
             "metric": task.metric, "examples": examples, "results": results,
-            "label": label(args), "sizes": task.sizes}
+            "label": label(args), "sizes": task.sizes,
+            "settings": {name: args[name] for name in ("n_layer", "n_head", "n_embd", "steps", "batch", "lr") if type(args.get(name)) in (int, float)}}
 
 
 def read_record(run):
@@ -234,7 +237,7 @@ def read_record(run):
             found = json.load(file)
         found.pop("by_position", None)                  # measured, never read
         results, sizes = found["results"], found["sizes"]
-        texts = [found[key] for key in ("task", "attn", "scale", "metric", "label")] + [*results, *sizes]
+        texts = [found[key] for key in ("task", "attn", "scale", "metric", "label")] + [*results, *sizes, *found.get("settings", {})]
         texts += [value for value in sizes.values() if type(value) is not int]
         numbers = [*results.values(), *(value for value in sizes.values() if type(value) is int)]
         if not results or not all(0 <= value < 1e12 for value in numbers) or not all(text.isprintable() for text in texts):
@@ -286,6 +289,7 @@ def summarise(records):
             {"attn": name, "seeds": [r["seed"] for r in runs], "examples": [r["examples"] for r in runs],
              "results": {s: {"mean": statistics.fmean(v), "std": statistics.stdev(v) if len(v) > 1 else None, "values": v}
                          for s in splits for v in [[r["results"][s] for r in runs]]},
+             "settings": [r.get("settings") for r in runs],
              **({"by_position": [r["by_position"] for r in runs]} if all("by_position" in r for r in runs) else {})}
             for name, runs in sorted(rows.items(), key=lambda row: rank(row[0]))]}
 
@@ -312,10 +316,10 @@ def markdown(cells):
             for line in (cells[0], rule, *cells[1:])]
 
 
-def table(records):
-    """Markdown: a row per attention, a column per test set, mean ± standard deviation over seeds."""
+def table(groups):
+    """Markdown: a row per attention, a column per test set, mean ± standard deviation over seeds. Many columns: a table per instruction."""
     lines = []
-    for group in summarise(records):
+    for group in groups:
         metric, tokenizer, rows = group["metric"], group["sizes"].get("tokenizer"), group["rows"]
         sizes = ", ".join(f"{k} {v}" for k, v in group["sizes"].items())
         counts = sorted({n for row in rows for n in row["examples"]})
@@ -323,12 +327,15 @@ def table(records):
         if metric == "perplexity":
             what = f"perplexity{' (bits per byte)' * (tokenizer == 'byte')} by window, {', '.join(f'{n:,}' for n in counts)} tokens scored at each"
         lines += [f"{group['task']}, {group['scale']} scale ({sizes}): {what}", ""]
-        cells = [["attention", "seeds", *rows[0]["results"]]]
         bars = metric != "perplexity" and sys.stdout.isatty() and level(1) == "█"         # a file gets pure Markdown
-        for row in rows:
-            cells.append([row["attn"], str(len(row["seeds"]))] + [
-                cell(r, metric, tokenizer) + (" " + level(r["mean"]) if bars else "") for r in row["results"].values()])
-        lines += [*markdown(cells), ""]
+        splits = list(rows[0]["results"])
+        for _, part in itertools.groupby(splits, key=lambda split: len(splits) > 8 and split.rpartition("-")[0]):
+            part = list(part)
+            cells = [["attention", "seeds", *part]]
+            for row in rows:
+                cells.append([row["attn"], str(len(row["seeds"]))] + [
+                    cell(row["results"][s], metric, tokenizer) + (" " + level(row["results"][s]["mean"]) if bars else "") for s in part])
+            lines += [*markdown(cells), ""]
     return "\n".join(lines)
 
 
@@ -433,7 +440,7 @@ def panels(group):
         else:
             parts.setdefault("", {})[split] = split
     for part, x in parts.items():
-        yield (f"{group['task']} {part}".strip() + f", {group['scale']} scale", "window, tokens" if text else "length", "perplexity" if text else "exact match, %",
+        yield (f"{group['task']} {part}".strip() + f", {group['scale']} scale", f"window, {'bytes' if group['sizes'].get('tokenizer') == 'byte' else 'tokens'}" if text else "length", "perplexity" if text else "exact match, %",
                [(row["attn"], [*x.values()], [[v if text else 100 * v for v in row["results"][split]["values"]] for split in x]) for row in rows])
     lines = [(row["attn"], list(zip(*row["by_position"]))) for row in rows if "by_position" in row]
     if lines:
@@ -526,7 +533,7 @@ def attention_weights(model, idx):
         except RuntimeError:
             fail(f"--attention needs an attend() that returns A v for a v of any width; {config.attn} does not")
         keep, n = mask, None
-        if isinstance(attn, TRA):
+        if type(attn) is TRA:
             relevant = (q @ k.mT > 0)[0] & mask
             keep = relevant if config.sparse else mask
             n = (relevant if config.contextual else mask).flip(-1).cumsum(-1).flip(-1).cpu()
@@ -595,7 +602,7 @@ def show_attention(run, ckpt, model, task, splits, args, device):
 
 
 def is_tra(model):
-    return isinstance(model.blocks[0].attn, TRA)
+    return type(model.blocks[0].attn) is TRA        # of a variant nobody here knows which keys it keeps
 
 
 def skipped_share(reach):
@@ -610,7 +617,7 @@ def gates(model, idx):
     rows = []
     for layer, (attn, x) in enumerate(layers_of(model, idx)):
         q, k, v = attn.heads(x)
-        log_forget = attn.gates(x)
+        log_forget = attn.forget(x)
         reach = tra_blocked(q, k, v, log_forget, attn.config.sparse, attn.config.contextual, tell_reach=True)[1]
         kept, (B, T) = 0, idx.shape
         for end in range(256, T + 256, 256):                # rows by rows: T x T may not fit
@@ -627,7 +634,7 @@ def print_gates(run, ckpt, model, task, splits, args, device):
     if not is_tra(model):
         fail(f"{run} has {model.config.attn} attention; --gates is for tra")
     if task.metric == "perplexity":
-        window = min(max(map(int, args.windows or [args.split or 4096])), len(task.tokens["test"]) - 1)
+        window = min(int(args.split or max(args.windows or [4096], key=int)), len(task.tokens["test"]) - 1)
         what, ids = f"the first {window:,} tokens of the test text", task.tokens["test"][None, :window].astype("int64")
     else:
         split = args.split or list(task.splits)[1]
@@ -834,8 +841,7 @@ def bench(args, device):
 
 def windows(text):
     """An argparse type: 128,256,512"""
-    parts = [integer(1, 2**20)(part) for part in text.split(",")]
-    return [str(part) for part in dict.fromkeys(parts)]
+    return [str(window) for window in sorted({integer(1, 2**20)(part) for part in text.split(",")})]
 
 
 def open_run(run, args, device):
@@ -936,16 +942,20 @@ def main():
         records.append(found)
     if args.gates and args.json:
         print(json.dumps(said, indent=1))
-    for group in summarise(records):
+    groups = list(summarise(records))
+    for group in groups:
         for row in group["rows"]:
-            if len(set(row["seeds"])) < len(row["seeds"]):
-                print(f"note: {group['task']} with {row['attn']} has a seed twice; runs that differ in more than their seed share a row", file=sys.stderr)
+            known = [settings for settings in row["settings"] if isinstance(settings, dict)]
+            differ = [name for name in known[0] if any(settings.get(name) != known[0][name] for settings in known)] if known else []
+            if differ or len(set(row["seeds"])) < len(row["seeds"]):
+                print(f"note: the {row['attn']} runs of {group['task']} share a row, but " + (f"differ in {', '.join(differ)}" if differ else "a seed occurs twice"),
+                      file=sys.stderr)
     if args.curves:
         save_figure(draw_curves(args.runs, records), args.curves)
     elif records:
-        print(json.dumps(list(summarise(records)), indent=1) if args.json else table(records), end="" if not args.json else "\n")
+        print(json.dumps(groups, indent=1) if args.json else table(groups), end="" if not args.json else "\n")
     if args.plot:
-        save_figure(draw_results(list(summarise(records))), args.plot)
+        save_figure(draw_results(groups), args.plot)
 
 
 if __name__ == "__main__":

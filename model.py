@@ -11,7 +11,8 @@ FoX    Forgetting Transformer         Lin et al. 2025         arXiv 2503.02130
     python model.py      # TRA on one query and five keys, by the numbers
 
 Axes: B batch, H heads, T queries, S keys (the queries are the last T of the S positions), D head width, C model width,
-V vocabulary. Every *_attention takes q (B,H,T,D) and k, v (B,H,S,D), is causal, scales by 1/sqrt(D) and returns (B,H,T,D).
+V vocabulary. Every *_attention takes q (B,H,T,D) and k, v (B,H,S,D), is causal, scales by 1/sqrt(D) and returns (B,H,T,D);
+dropout_p is 0 except in training.
 """
 
 import functools
@@ -48,7 +49,7 @@ def full_precision(attention):
     """Run an attention in float32 (float64 stays) under any autocast: bfloat16 cannot count past 256."""
     @functools.wraps(attention)
     def wrapped(q, k, v, *args, **kwargs):
-        if widen(q) is q and not torch.is_autocast_enabled(q.device.type):
+        if not torch.is_autocast_enabled(q.device.type) and all(widen(x) is x for x in (q, k, v, *args, *kwargs.values())):
             return attention(q, k, v, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return attention(*map(widen, (q, k, v, *args)), **{name: widen(x) for name, x in kwargs.items()}).to(v.dtype)
@@ -286,7 +287,8 @@ class TRABlocks(torch.autograd.Function):
 def remember(cache, name, new):
     """Append new (B, H, T, ...) to what the cache holds under this name and return all of it; without a cache, just new.
 
-    It is written in place, where there is room, so that a token does not cost a copy of all before it.
+    It is written in place, where there is room, so that a token does not cost a copy of all before it. That is for use without
+    gradients; and whoever wants to go on in two ways from one cache needs copy.deepcopy.
     """
     if cache is None:
         return new
@@ -342,30 +344,30 @@ class CoPE(Attention):
         return cope_attention(q, k, v, self.pos_emb, dropout_p=self.dropout_p)
 
 
-def forget_gate(config):
-    """The projection of x whose logsigmoid is f, one per head."""
-    gate = nn.Linear(config.n_embd, config.n_head)
-    with torch.no_grad():
-        gate.bias += config.forget_bias
-    return gate
+class ForgetGate(nn.Linear):
+    """x (B, T, C) -> f = logsigmoid(w . x + b), (B, H, T)."""
+
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.n_head)
+        with torch.no_grad():
+            self.bias += config.forget_bias
+
+    def forward(self, x):
+        return F.logsigmoid(widen(super().forward(x))).transpose(1, 2)
 
 
 class TRA(Attention):
     def __init__(self, config):
         super().__init__(config)
-        self.forget = forget_gate(config)
+        self.forget = ForgetGate(config)
 
     def heads(self, x):
         qkv = super().heads(x)                                                              # (3, B, H, T, D)
         q, k = F.rms_norm(qkv[:2].contiguous(), qkv.shape[-1:])                             # contiguous: faster, both passes
         return q, k, qkv[2]
 
-    def gates(self, x):
-        """f of the queries, (B, H, T)."""
-        return F.logsigmoid(widen(self.forget(x))).transpose(1, 2)
-
     def attend(self, x, q, k, v, cache):
-        return tra_attention(q, k, v, self.gates(x), self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
+        return tra_attention(q, k, v, self.forget(x), self.config.sparse, self.config.contextual, dropout_p=self.dropout_p)
 
 
 class NoPE(Attention):
@@ -381,11 +383,10 @@ class ALiBi(Attention):
 class FoX(Attention):
     def __init__(self, config):
         super().__init__(config)
-        self.forget = forget_gate(config)
+        self.forget = ForgetGate(config)
 
     def attend(self, x, q, k, v, cache):
-        log_forget = F.logsigmoid(widen(self.forget(x))).transpose(1, 2)                   # (B, H, T)
-        return fox_attention(q, k, v, remember(cache, "log_forget", log_forget), dropout_p=self.dropout_p)
+        return fox_attention(q, k, v, remember(cache, "log_forget", self.forget(x)), dropout_p=self.dropout_p)
 
 
 # To add one: a function above, a class like these, an entry here. Flags, tests and tables find it by itself.
@@ -420,7 +421,7 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
         if self.attn == "rope" and self.n_embd // self.n_head % 2:
             raise ValueError(f"RoPE turns pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}")
-        if not issubclass(ATTENTIONS[self.attn], TRA) and not (self.sparse and self.contextual):
+        if ATTENTIONS[self.attn] is not TRA and not (self.sparse and self.contextual):
             raise ValueError(f"sparse and contextual are parts of tra; {self.attn} has none to switch off")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")

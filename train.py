@@ -26,7 +26,7 @@ from dataclasses import asdict, fields
 import torch
 
 from eval import (FORMAT, bad_checkpoint, check_tensors, evaluate, label, load_checkpoint, load_model, open_task, pick_device, record,
-                  replace_file, table, validate)
+                  replace_file, summarise, table, validate)
 from model import ATTENTIONS, GPT, GPTConfig
 from tasks import TASKS, Parser, add_size_flags, fail, integer, number, script
 
@@ -39,18 +39,20 @@ PRESETS = {
              "paper": MINI},
     "induct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, forget_bias=3.0, batch=32, lr=2e-3, beta2=0.98, steps=4000),
                "paper": MINI},
-    "instruct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=6000),
+    "instruct": {"laptop": dict(n_layer=3, n_head=8, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=7500),
                  "paper": MINI},
     "wikitext": {"laptop": dict(n_layer=4, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=800, data="data/wikitext-103-byte", window=128,
                                 eval_every=100, examples=131_072),
                  "paper": dict(n_layer=8, n_head=8, n_embd=512, batch=64, lr=1e-4, steps=100_000, data="data/wikitext-103", window=128,
                                eval_every=1000, examples=2**32 - 1)},
 }
+PRESETS = {task: PRESETS["copy"] for task in TASKS} | PRESETS           # a task that someone adds takes copy's
 DEFAULTS = dict(seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.05, grad_clip=1.0, examples=500,
                 device="auto", dtype="auto", compile=False, log_every=50, eval_every=0, save_every=60.0,
                 **{field.name: field.default for field in fields(GPTConfig) if field.name not in ("attn", "vocab_size", "n_layer", "n_head", "n_embd")})
+FILES = ("ckpt.pt", "log.jsonl", "eval.json")           # of a run
 # A resumed run may change these; everything else stays as it was started.
-CHANGEABLE = ("steps", "examples", "device", "compile", "log_every", "eval_every", "save_every")
+CHANGEABLE = ("steps", "examples", "data", "device", "compile", "log_every", "eval_every", "save_every")
 
 
 def sizes_of(task, scale):
@@ -116,7 +118,7 @@ def parse_flags(words=None, run=None):
 def settings(given):
     """Fill in what was not given: from the run that is resumed, else from the preset and the defaults."""
     resume, overwrite, out = given.pop("resume"), given.pop("overwrite"), given.pop("out")
-    if out is None and given["attn"] and given["task"]:
+    if not out and given["attn"] and given["task"]:
         named = {**DEFAULTS, **{k: v for k, v in given.items() if v is not None}}
         out = os.path.join("out", f"{named['task']}-{label(named)}-s{named['seed']}")
     ckpt = load_checkpoint(out) if resume and out else None
@@ -129,11 +131,10 @@ def settings(given):
             if value is None or value == "auto" and name not in CHANGEABLE:
                 given[name] = started[name]
             elif value != started[name] and name not in CHANGEABLE:
-                fail(f"--{name.replace('_', '-')} is {value}, but {out} was started with {started[name]}")
+                fail(f"--{name.replace('_', '-')} is {value}, but {out} was started " + ("without it" if started[name] is None else f"with {started[name]}"))
     if not (given["attn"] and given["task"]):
         fail("--attn and --task are needed, for example: python train.py --attn tra --task copy")
-    paths = {name: os.path.join(out, name) for name in ("ckpt.pt", "log.jsonl", "eval.json")}
-    held = [name for name, path in paths.items() if os.path.exists(path) and os.path.getsize(path)]
+    held = [name for name in FILES if os.path.exists(path := os.path.join(out, name)) and os.path.getsize(path)]
     if held and not resume and not overwrite:
         fail(f"{out} already holds a run ({', '.join(held)}): " + ("--resume goes on with it, " if "ckpt.pt" in held else "")
              + "--overwrite starts anew, --out goes elsewhere")
@@ -270,7 +271,7 @@ def train(out, args, ckpt):
             bad_checkpoint(out, error)
 
     os.makedirs(out, exist_ok=True)
-    ckpt_path, log_path, eval_path = (os.path.join(out, name) for name in ("ckpt.pt", "log.jsonl", "eval.json"))
+    ckpt_path, log_path, eval_path = (os.path.join(out, name) for name in FILES)
     log = open(log_path, "a+b")
     lock(log, out)
 
@@ -336,7 +337,7 @@ def train(out, args, ckpt):
         now = time.perf_counter()
         speed, left = tokens / (now - start), (now - start) / (done - first) * (args["steps"] - done)
         mean = sum(since_log) / len(since_log)
-        if done % args["log_every"] == 0:
+        if done % args["log_every"] == 0 or done == args["steps"]:
             write_log(step=done, loss=mean, lr=lr, grad_norm=norm, tokens_per_second=round(speed))
             since_log.clear()
         if args["eval_every"] and done % args["eval_every"] == 0:
@@ -344,9 +345,9 @@ def train(out, args, ckpt):
             model.train()
             write_log(**{"step": done, name: value})
             checked = f"  {name} {value:.4f}"
-        if terminal and now - shown > 0.2 or not since_log or done == args["steps"]:
-            print(f"step {done}/{args['steps']}  loss {mean:.4f}{checked}  {speed:,.0f} tokens/s  {clock(left)} left",
-                  end="   \r" if terminal else "\n", flush=True)
+        if terminal and now - shown > 0.2 or not since_log:
+            print(f"step {done}/{args['steps']}  loss {mean:.4f}{checked}  {speed:,.0f} tokens/s  {clock(left)} left".ljust(79 * terminal),
+                  end="\r" if terminal else "\n", flush=True)
             shown = now
         if done == args["steps"] or stopped or now - saved > args["save_every"]:
             save(done)
@@ -357,13 +358,13 @@ def train(out, args, ckpt):
     results = {}
     for split in list(task.splits)[1:]:
         results |= evaluate(model, task, args["examples"], device, [split])
-        print(f"testing {split}: {results[split]:.3f}".ljust(70), end="\r" if terminal else "\n", flush=True)
+        print(f"testing {split}: {results[split]:.3f}".ljust(79 * terminal), end="\r" if terminal else "\n", flush=True)
         if stopped:
             leave(args["steps"])
     found = record(args, task, args["examples"], results)
     replace_file(eval_path, lambda file: file.write((json.dumps(found, indent=1) + "\n").encode()))
     log.close()                                         # and with it the lock
-    print(f"trained and tested in {clock(time.perf_counter() - start)}".ljust(70) + "\n\n" + table([found]), end="")
+    print(f"trained and tested in {clock(time.perf_counter() - start)}".ljust(79 * terminal) + "\n\n" + table(summarise([found])), end="")
 
 
 @script
