@@ -117,10 +117,12 @@ def tra_plain(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
     relevant = (scores > 0) & mask
     keep = relevant if sparse else mask
     counted = (relevant if contextual else mask).to(scores.dtype)
-    n = counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted                        # all, minus those up to j, plus j
+    up_to = counted.cumsum(-1)
+    n = up_to[..., -1:] - up_to + counted                                                   # all, minus those up to j, plus j
     logits = scores + log_forget.unsqueeze(-1) * n
     # With -inf, a row without keys would be NaN. So the smallest finite number, then zero: it is all zeros, and so is its gradient.
-    weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~keep, 0)
+    removed = ~keep
+    weights = logits.masked_fill(removed, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(removed, 0)
     return F.dropout(weights, dropout_p) @ v
 
 
