@@ -439,8 +439,9 @@ def panels(group):
             parts.setdefault(match[1] or "", {})[split] = int(float(match[2]) * (length if match[3] else 1))
         else:
             parts.setdefault("", {})[split] = split
+    unit = "bytes" if group["sizes"].get("tokenizer") == "byte" else "tokens"
     for part, x in parts.items():
-        yield (f"{group['task']} {part}".strip() + f", {group['scale']} scale", f"window, {'bytes' if group['sizes'].get('tokenizer') == 'byte' else 'tokens'}" if text else "length", "perplexity" if text else "exact match, %",
+        yield (f"{group['task']} {part}".strip() + f", {group['scale']} scale", f"window, {unit}" if text else "length", "perplexity" if text else "exact match, %",
                [(row["attn"], [*x.values()], [[v if text else 100 * v for v in row["results"][split]["values"]] for split in x]) for row in rows])
     lines = [(row["attn"], list(zip(*row["by_position"]))) for row in rows if "by_position" in row]
     if lines:
