@@ -49,8 +49,6 @@ def full_precision(attention):
     """Run an attention in float32 (float64 stays) under any autocast: bfloat16 cannot count past 256."""
     @functools.wraps(attention)
     def wrapped(q, k, v, *args, **kwargs):
-        if not torch.is_autocast_enabled(q.device.type) and all(widen(x) is x for x in (q, k, v, *args, *kwargs.values())):
-            return attention(q, k, v, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return attention(*map(widen, (q, k, v, *args)), **{name: widen(x) for name, x in kwargs.items()}).to(v.dtype)
     return wrapped
@@ -117,12 +115,10 @@ def tra_plain(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
     relevant = (scores > 0) & mask
     keep = relevant if sparse else mask
     counted = (relevant if contextual else mask).to(scores.dtype)
-    up_to = counted.cumsum(-1)
-    n = up_to[..., -1:] - up_to + counted                                                   # all, minus those up to j, plus j
+    n = counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted                        # all, minus those up to j, plus j
     logits = scores + log_forget.unsqueeze(-1) * n
     # With -inf, a row without keys would be NaN. So the smallest finite number, then zero: it is all zeros, and so is its gradient.
-    removed = ~keep
-    weights = logits.masked_fill(removed, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(removed, 0)
+    weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~keep, 0)
     return F.dropout(weights, dropout_p) @ v
 
 
