@@ -931,9 +931,9 @@ def test_data_download_that_fails_leaves_nothing(mirror, path, reason, tmp_path,
 
 
 def test_a_missing_text_names_the_command_that_prepares_it(tmp_path, capsys):
-    for folder, words in (("x-byte", "data.py --tokenizer byte --out"), ("x", "data.py --out")):
-        assert call(train_script, *quick("wikitext", "--attn", "tra", "--out", tmp_path / "run", "--data", tmp_path / folder)) == 2
-        assert f"{words} {tmp_path / folder}" in capsys.readouterr().err
+    for folder, words in (("x-byte", "data.py --tokenizer byte --out"), ("x-byte/", "data.py --tokenizer byte --out"), ("x", "data.py --out")):
+        assert call(train_script, *quick("wikitext", "--attn", "tra", "--out", tmp_path / "run", "--data", f"{tmp_path}/{folder}")) == 2
+        assert f"{words} {tmp_path}/{folder}" in capsys.readouterr().err
 
 
 def test_data_needs_its_user_agent(mirror, monkeypatch, tmp_path, capsys):
@@ -1547,6 +1547,16 @@ def test_bench_of_runs_is_their_perplexity_pass(tmp_path, capsys):
         assert "same text" in capsys.readouterr().err
 
 
+def test_a_variant_of_tra_is_not_taken_for_tra(monkeypatch):
+    """Which keys it keeps is its own affair: no gray cells, no table of gates, no ablation that it may ignore."""
+    monkeypatch.setitem(ATTENTIONS, "variant", type("Variant", (model_script.TRA,), {}))
+    model = tiny("variant")
+    assert not eval_script.is_tra(model)
+    assert all(n is None and keep[:, -1].all() for _, keep, n in eval_script.attention_weights(model, torch.randint(0, 11, (1, 9))))
+    with pytest.raises(ValueError, match="parts of tra"):
+        tiny("variant", sparse=False)
+
+
 def test_gates_are_what_the_heads_do(tmp_path, capsys):
     """Forget gates and kept keys by plain loops; the share of skipped blocks where it is known."""
     model = tiny("tra", n_layer=2)
@@ -1580,6 +1590,7 @@ def test_gates_are_what_the_heads_do(tmp_path, capsys):
     assert call(eval_script, run, "--gates", "--device", "cpu") == 0 and call(eval_script, tmp_path / "text", "--gates", "--window", "40", "--device", "cpu") == 0
     printed = capsys.readouterr().out
     assert "100 examples of 1x" in printed and "the first 40 tokens" in printed and printed.count("|") == 2 * 4 * 8
+    assert call(eval_script, tmp_path / "text", "--gates", "--windows", "8,40", "--split", "8") == 0 and "the first 8 tokens" in capsys.readouterr().out
     assert call(eval_script, run, "--gates", "--split", "2x", "--json", "--device", "cpu") == 0
     assert len(json.loads(capsys.readouterr().out)[0]["heads"]) == 2
     assert call(eval_script, tmp_path / "rope", "--gates", "--device", "cpu") == 2 and "--gates is for tra" in capsys.readouterr().err
@@ -1805,6 +1816,9 @@ def test_resume_with_other_flags_names_the_flag_and_both_values(tmp_path, monkey
         assert call(train_script, "--resume", "--out", run, flag, *([] if value is False else [value])) == 2
         error = capsys.readouterr().err
         assert error == f"error: {flag.replace('no-', '')} is {value}, but {run} was started {started if started == 'without it' else f'with {started}'}\n"
+    monkeypatch.chdir(tmp_path)
+    assert call(train_script, "--resume", *quick("copy", "--attn", "tra", "--out", "")) == 2       # no name is the default name
+    assert os.path.join("out", "copy-tra-s0") + " holds no run" in capsys.readouterr().err
     for flags in (["--steps", 5], ["--overwrite"]):
         assert call(train_script, "--resume", "--out", run, *flags) == 2
         error = capsys.readouterr().err
@@ -1819,6 +1833,7 @@ def test_resume_finds_a_text_that_was_moved(tmp_path, capsys, prepared, signals)
     resume = ["--resume", "--out", tmp_path / "run", "--steps", 9]
     assert call(train_script, *resume) == 2 and "does not exist" in capsys.readouterr().err
     assert call(train_script, *resume, "--data", tmp_path / "there") == 0
+    assert log(tmp_path / "run")[-1]["step"] == 9                       # the last step is logged, though --log-every is 2
     (tmp_path / "text.txt").write_text("another text . " * 99)
     data_script.prepare(tmp_path / "text.txt", tmp_path / "other", "byte", 1)
     assert call(train_script, *resume, "--data", tmp_path / "other") == 2 and "was trained on" in capsys.readouterr().err
