@@ -110,15 +110,15 @@ def tra_plain(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
     log_forget is f (B, H, T) <= 0, one gate per head and query. The two ablations are independent: sparse=False leaves
     every causal key in the softmax, contextual=False counts every causal key: n_ij = i - j + 1.
     """
-    mask = causal_mask(q.size(2), k.size(2), q.device)                                      # (T, S)
+    T, S = q.size(2), k.size(2)
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)                              # (B, H, T, S)
-    relevant = (scores > 0) & mask
-    keep = relevant if sparse else mask
-    counted = (relevant if contextual else mask).to(scores.dtype)
+    relevant = (scores > 0).tril(S - T)                                                     # and not later than the query
+    keep = relevant if sparse else causal_mask(T, S, q.device)
+    counted = (relevant if contextual else causal_mask(T, S, q.device)).to(scores.dtype)
     n = counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted                        # all, minus those up to j, plus j
     logits = scores + log_forget.unsqueeze(-1) * n
     # With -inf, a row without keys would be NaN. So the smallest finite number, then zero: it is all zeros, and so is its gradient.
-    weights = logits.masked_fill(~keep, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~keep, 0)
+    weights = torch.where(keep, logits, torch.finfo(logits.dtype).min).softmax(-1) * keep
     return F.dropout(weights, dropout_p) @ v
 
 

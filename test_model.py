@@ -1426,7 +1426,7 @@ def test_the_two_commands_of_a_fresh_machine_are_in_the_readme():
 
 
 def test_the_code_the_readme_quotes_is_the_code():
-    quoted = re.search(r"```python\n(    mask = .*?)```", readme(), re.DOTALL).group(1)
+    quoted = re.search(r"```python\n(    T, S = .*?)```", readme(), re.DOTALL).group(1)
     with open(os.path.join(HERE, "model.py"), encoding="utf-8") as file:
         assert quoted in file.read()
 
