@@ -342,6 +342,8 @@ class WikiText:
     name, metric = "wikitext", "perplexity"
 
     def __init__(self, data, window):
+        if type(window) is not int or window < 1:
+            fail(f"--window must be a whole number of at least 1, not {window!r}")
         self.data, self.window = data, window
         self.meta, self.tokens = load(data)
         self.vocab_size = self.meta["vocab_size"]

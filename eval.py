@@ -30,6 +30,7 @@ import json
 import math
 import os
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -48,8 +49,6 @@ FORMAT = 1                      # of ckpt.pt
 TEST_SEED = 0                   # every run meets the same test examples
 TOKENS_PER_BATCH = 8_192        # memory in evaluation: tokens, not sequences. A test set is drawn in batches: another number, other examples
 
-
-# ---- measuring ----
 
 def predictions(model, task, split, examples, device):
     """Yield x, y and the model's first choices, numpy (B, T) each, over the first examples of a test set."""
@@ -102,14 +101,17 @@ def loss_by_position(model, tokens, window, device):
     return [[a + 1, b, (total[a:b].sum() / seen[a:b].sum()).item()] for a, b in zip(edges, edges[1:]) if seen[a:b].sum()]
 
 
+def perplexity(loss):
+    return math.exp(min(loss, 27))          # worse than 5e11 is no more a number to read
+
+
 def evaluate(model, task, count, device, splits):
     """{test set: exact match on count examples, or perplexity of the first count tokens} for the test sets named."""
     if task.metric == "perplexity":
         tokens = task.tokens["test"][:count]
         if longer := [split for split in splits if int(split) >= len(tokens)]:
             print(f"note: {len(tokens) - 1} tokens are scored, fewer than a window of {', '.join(longer)}", file=sys.stderr)
-        losses = {split: mean_loss(model, tokens, int(split), device) for split in splits}
-        return {split: math.exp(min(loss, 27)) for split, loss in losses.items()}       # worse than 5e11 is no more a number to read
+        return {split: perplexity(mean_loss(model, tokens, int(split), device)) for split in splits}
     return {split: exact_match(model, task, split, count, device) for split in splits}
 
 
@@ -120,8 +122,6 @@ def validate(model, task, device):
     first = list(task.splits)[1]
     return f"exact_match_{first}", exact_match(model, task, first, 100, device)
 
-
-# ---- runs on disk ----
 
 def pick_device(name):
     """auto is the best device here; one that is not here is an error the user can put right."""
@@ -193,7 +193,7 @@ def load_model(run, ckpt):
 
 def open_task(args):
     """The task that a run's flags name."""
-    sizes = {name: args[name] for name in (*SIZES, "window", "data")}
+    sizes = {name: args.get(name) for name in (*SIZES, "window", "data")}       # a size may be younger than the run
     if args["task"] == "wikitext":
         if args["examples"] < 2:
             fail("--examples must be at least 2 for a text, whose first token is not scored")
@@ -209,13 +209,16 @@ def load_task(run, ckpt):
         task = open_task(args)
         if task.vocab_size != config["vocab_size"] or not isinstance(args["seed"], int):
             raise ValueError(f"a vocabulary of {config['vocab_size']} and seed {args['seed']}, for {task.name} with {task.vocab_size}")
-        if type(args["examples"]) is not int or args["examples"] < 1:
-            raise ValueError("no number of examples")
+        if any(type(args[name]) is not int or args[name] < 1 for name in ("examples", "steps")):
+            raise ValueError("no number of examples or steps")
         if any(args[name] != config[name] for name in ("attn", "sparse", "contextual")):
             raise ValueError("flags and config are not the same")
     except Exception as error:
         bad_checkpoint(run, error)
     return task
+
+
+MACHINE = ("examples", "compile", "log_every", "eval_every", "save_every")      # flags that do not change what is learned
 
 
 def record(args, task, count, results):
@@ -224,7 +227,8 @@ def record(args, task, count, results):
     return {"task": args["task"], "attn": args["attn"], "seed": args["seed"], "scale": args["scale"],
             "metric": task.metric, "examples": examples, "results": results,
             "label": label(args), "sizes": task.sizes,
-            "settings": {name: args[name] for name in ("n_layer", "n_head", "n_embd", "steps", "batch", "lr") if type(args.get(name)) in (int, float)}}
+            "settings": {name: value for name, value in args.items()
+                         if type(value) in (int, float, bool) and name != "seed" and name not in MACHINE}}
 
 
 def read_record(run):
@@ -247,7 +251,7 @@ def read_record(run):
         if type(found["seed"]) is not int or type(found["examples"]) is not int:
             raise ValueError
     except Exception:           # JSON can hold nearly anything
-        fail(f"{path} is damaged; python train.py --resume --out {run} writes it anew")
+        fail(f"{path} is damaged; python train.py --resume --out {shlex.quote(run)} writes it anew")
     return found
 
 
@@ -266,8 +270,6 @@ def replace_file(path, write):
         full = isinstance(error.__context__, OSError)   # torch.save makes a RuntimeError of a full disk
         raise error.__context__ if full else error
 
-
-# ---- tables ----
 
 LABELS = ["tra", "rope", "cope", "nope", "alibi", "fox", "tra-no-sparse", "tra-no-contextual", "tra-no-sparse-no-contextual"]
 
@@ -292,6 +294,17 @@ def summarise(records):
              "settings": [r.get("settings") for r in runs],
              **({"by_position": [r["by_position"] for r in runs]} if all("by_position" in r for r in runs) else {})}
             for name, runs in sorted(rows.items(), key=lambda row: rank(row[0]))]}
+
+
+def warn_of_mixed_rows(groups):
+    """Say so where runs that differ in more than their seed fall into one row."""
+    for group in groups:
+        for row in group["rows"]:
+            known = [settings for settings in row["settings"] if isinstance(settings, dict)]
+            differ = [name for name in (known[0] if known else ()) if any(settings.get(name, known[0][name]) != known[0][name] for settings in known)]
+            if differ or len(set(row["seeds"])) < len(row["seeds"]):
+                print(f"note: the {row['attn']} runs of {group['task']} share a row, but "
+                      + (f"differ in {', '.join(differ)}" if differ else "a seed occurs twice"), file=sys.stderr)
 
 
 def level(share):
@@ -339,8 +352,6 @@ def table(groups):
     return "\n".join(lines)
 
 
-# ---- mistakes, and text from a prompt ----
-
 def print_mistakes(run, ckpt, model, task, splits, args, device):
     """The first wrong examples of a run: what it read, what it should have said, what it said."""
     left, examples = args.mistakes, ckpt["args"]["examples"]
@@ -364,13 +375,11 @@ def continue_text(run, ckpt, model, task, splits, args, device):
     if not ids:
         fail("--prompt is empty; give it at least one character")
     torch.manual_seed(args.seed or 0)
-    print(args.prompt, end="", flush=True)
+    print(f"{run}:\n" * (len(args.runs) > 1) + args.prompt, end="", flush=True)
     for new in model.stream(torch.tensor([ids], device=device), args.tokens or 200, 0.8 if args.temperature is None else args.temperature, args.top_k):
         print(decoder.decode(enc.decode_single_token_bytes(new.item())), end="", flush=True)
     print()
 
-
-# ---- pictures ----
 
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00",     # Okabe and Ito's, for every kind of eye,
            "#882255", "#999999", "#999933", "#44AA99"]                                      # and Tol's
@@ -498,17 +507,16 @@ def draw_curves(runs, records):
     figure, axes = new_figure(1, len(set(titles)), 5, 4)
     axes = dict(zip(dict.fromkeys(titles), axes.flat))
     for run, title, found in zip(runs, titles, records):
-        ax, losses, look = axes[title], read_losses(run), style(found["label"]) | {"linewidth": 0.9, "marker": ""}
+        ax, losses = axes[title], read_losses(run)
         known = [line.get_label() for line in ax.lines]
-        ax.plot(*zip(*losses["loss"]), label="_" * (found["label"] in known) + found["label"], **look)
-        if losses["val_loss"]:
-            ax.plot(*zip(*losses["val_loss"]), label="_" * ("validation" in known) + "validation", linestyle="--", **look)
+        for name, points, dashes in ((found["label"], losses["loss"], "-"), ("validation", losses["val_loss"], "--")):
+            if points:          # a single one needs a dot to be seen
+                look = style(found["label"]) | {"linewidth": 0.9, "linestyle": dashes, "marker": "." if len(points) == 1 else ""}
+                ax.plot(*zip(*points), label="_" * (name in known) + name, **look)
     for title, ax in axes.items():
         finish_panel(ax, True, title=title, xlabel="step", ylabel="training loss, nats per scored token")
     return figure
 
-
-# ---- what the heads do ----
 
 def layers_of(model, idx):
     """Yield each layer's attention and what it reads, (B, T, C), when the model reads idx (B, T)."""
@@ -651,8 +659,6 @@ def print_gates(run, ckpt, model, task, splits, args, device):
     print(f"{run}, reading {what}:\n\n" + "\n".join(markdown(cells)) + "\n")
 
 
-# ---- speed ----
-
 def seconds(run, device):
     """One call on the clock: by events on CUDA, which works while Python goes on."""
     if torch.device(device).type == "cuda":
@@ -762,7 +768,7 @@ def bench_text(models, tokens, window, device):
     batch = max(1, min(TOKENS_PER_BATCH, len(tokens) - 1) // window)
     rows = race("perplexity pass", window, batch, {name: lambda name=name: score(name) for name in models},
                 device, tokens=len(tokens) - 1, rounds=5)
-    rows = [row | {"perplexity": math.exp(losses[row["name"]])} for row in rows]
+    rows = [row | {"perplexity": perplexity(losses[row["name"]])} for row in rows]
     return with_skipped(rows, models, torch.from_numpy(tokens[None, :window].astype("int64")).to(device))
 
 
@@ -838,8 +844,6 @@ def bench(args, device):
         print(json.dumps(about | {"rows": rows}, indent=1))
 
 
-# ---- the command line ----
-
 def windows(text):
     """An argparse type: 128,256,512"""
     return [str(window) for window in sorted({integer(1, 2**20)(part) for part in text.split(",")})]
@@ -884,7 +888,7 @@ def main():
     group.add_argument("--seed", type=integer(0), metavar="N", help="of the choice (default 0)")
     group = parser.add_argument_group("gates and speed")
     group.add_argument("--gates", action="store_true", default=None, help="what the heads of a TRA run do: forget gates, share of keys kept, share of the work "
-                       "that forgetting saves; on 100 examples of --split, or the first --window tokens of a text (default 4096)")
+                       "that forgetting saves; on up to 100 examples of --split, or the first --window tokens of a text (default 4096)")
     group.add_argument("--bench", action="store_true", default=None, help="time and memory, side by side. Without runs: a training step of the paper's mini model (windows "
                        "to 4,096), attention alone (windows from 1,024), generation. With runs of wikitext: their perplexity pass. --windows sets the sizes, "
                        "--examples the tokens of the text")
@@ -921,7 +925,7 @@ def main():
         found = None if act or args.data or args.examples or args.windows else read_record(run)
         if found is None:
             ckpt, model, task = open_run(run, args, device)
-            if ckpt["step"] < ckpt["args"].get("steps", 0):
+            if ckpt["step"] < ckpt["args"]["steps"]:
                 print(f"note: {run} is at step {ckpt['step']} of {ckpt['args']['steps']}", file=sys.stderr)
             for name in ("mistakes",) if task.metric == "perplexity" else ("windows", "prompt"):
                 if getattr(args, name) is not None:
@@ -944,13 +948,7 @@ def main():
     if args.gates and args.json:
         print(json.dumps(said, indent=1))
     groups = list(summarise(records))
-    for group in groups:
-        for row in group["rows"]:
-            known = [settings for settings in row["settings"] if isinstance(settings, dict)]
-            differ = [name for name in known[0] if any(settings.get(name) != known[0][name] for settings in known)] if known else []
-            if differ or len(set(row["seeds"])) < len(row["seeds"]):
-                print(f"note: the {row['attn']} runs of {group['task']} share a row, but " + (f"differ in {', '.join(differ)}" if differ else "a seed occurs twice"),
-                      file=sys.stderr)
+    warn_of_mixed_rows(groups)
     if args.curves:
         save_figure(draw_curves(args.runs, records), args.curves)
     elif records:

@@ -533,4 +533,5 @@ def worked_example():
 
 
 if __name__ == "__main__":
-    worked_example()
+    from tasks import script
+    script(worked_example)()

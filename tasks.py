@@ -10,7 +10,7 @@ instruct   copy, reverse, first or last, as told
     python tasks.py --task flipflop --split sparse --count 3 --seed 7
     python tasks.py --task induct --plain                             # one example per line, nothing else
 
-Every batch is a pure function of (split, seed, step): streams never end, a run can continue anywhere, and test examples
+Every batch is a pure function of (split, seed, step, size): streams never end, a run can continue anywhere, and test examples
 come from generators that training never uses, because the number of the split is part of the generator's seed.
 A batch is x, y, both int64 (B, T): y holds the token after x, and -1 where nothing is scored.
 """
@@ -48,7 +48,7 @@ def script(main):
         except OSError as error:
             fail(error)
         except (MemoryError, RuntimeError) as error:            # torch says RuntimeError, and CUDA a kind of it
-            if "memory" not in str(error) and not isinstance(error, MemoryError):
+            if not isinstance(error, MemoryError) and not any(word in str(error) for word in ("memory", "overflow")):
                 raise
             fail(f"out of memory: {error}"[:300])
     return run

@@ -719,12 +719,12 @@ def test_eval_notes_what_a_row_should_not_mix_and_measures_on_another_text(tmp_p
     capsys.readouterr()
     assert call(eval_script, tmp_path / "a", tmp_path / "b") == 0
     assert "the tra runs of copy share a row, but a seed occurs twice" in capsys.readouterr().err
-    for seed, steps in ((1, 6), (2, 8)):
-        assert call(train_script, "--attn", "tra", *quick("copy"), "--seed", seed, "--steps", steps, "--out", tmp_path / f"s{seed}") == 0
+    for seed, *flags in ((1,), (2, "--steps", 8, "--forget-bias", 5)):
+        assert call(train_script, "--attn", "tra", *quick("copy"), "--seed", seed, *flags, "--out", tmp_path / f"s{seed}") == 0
     capsys.readouterr()
     assert call(eval_script, tmp_path / "a", tmp_path / "s1") == 0 and not capsys.readouterr().err
     assert call(eval_script, tmp_path / "a", tmp_path / "s1", tmp_path / "s2") == 0
-    assert capsys.readouterr().err == "note: the tra runs of copy share a row, but differ in steps\n"
+    assert capsys.readouterr().err == "note: the tra runs of copy share a row, but differ in forget_bias, steps\n"
     assert call(eval_script, tmp_path / "text", "--windows", "64,8,999999", "--examples", 100) == 0
     assert "8 |" in (said := capsys.readouterr()).out.split("64 |")[0] and said.err == "note: 99 tokens are scored, fewer than a window of 999999\n"
     assert call(eval_script, tmp_path / "text", "--data", "nowhere") == 2 and "nowhere" in capsys.readouterr().err
@@ -739,6 +739,7 @@ def test_a_model_that_came_apart_still_gets_a_table(monkeypatch, prepared):
     model.head.weight.data[0] = 1e6
     found = eval_script.evaluate(model, task, 100, "cpu", ["6"])
     assert 1e11 < found["6"] < 1e12                                     # what read_record takes
+    assert eval_script.bench_text({"rope": model}, task.tokens["test"][:100], 6, torch.device("cpu"))[0]["perplexity"] == found["6"]
 
 
 def one_line(result, *words):
@@ -1411,13 +1412,13 @@ def test_the_loop_of_the_readme_runs_each_experiment_once(tmp_path):
     go = lambda: subprocess.run(["bash", "-c", loop], cwd=tmp_path, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
     go()
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[-1] == "train.py --task copy --attn fox --seed 1" and "train.py --task copy --attn tra --no-sparse --seed 0" in calls
+    assert calls[-1] == "train.py --scale laptop --task copy --attn fox --seed 1" and "train.py --scale laptop --task copy --attn tra --no-sparse --seed 0" in calls
     assert not any("flipflop --attn tra --no-sparse --no-contextual --seed 0" in call for call in calls)
     (tmp_path / "ready").write_text("")
     (tmp_path / "calls").unlink()
     go()
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == len(set(calls)) == 4 * 4 * 9 - 1 and "train.py --task induct --attn cope --seed 2 --resume" in calls
+    assert len(calls) == len(set(calls)) == 4 * 4 * 9 - 1 and "train.py --scale laptop --task induct --attn cope --seed 2 --resume" in calls
 
 
 def test_the_two_commands_of_a_fresh_machine_are_in_the_readme():
@@ -1789,10 +1790,9 @@ def test_a_folder_whose_name_cannot_be_shown(tmp_path, capsys, signals):
     assert r"/\udcff" in capsys.readouterr().out
 
 
-def test_a_closed_pipe_is_no_error_to_speak_of():
-    process = subprocess.Popen([sys.executable, os.path.join(HERE, "tasks.py"), "--task", "copy", "--count", "100000"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline().startswith("<bos>")
+@pytest.mark.parametrize("words", [["tasks.py", "--task", "copy", "--count", "100000"], ["model.py"]])
+def test_a_closed_pipe_is_no_error_to_speak_of(words):
+    process = subprocess.Popen([sys.executable, os.path.join(HERE, words[0]), *words[1:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 2
 
@@ -1970,6 +1970,7 @@ BAD_FOR_ALL = {
     "no task": drop("args", "task"), "unknown scale": put("args", "scale", value="tiny"), "other length": put("args", "length", value="four"),
     "endless length": put("args", "length", value=10**12), "negative length": put("args", "length", value=-1), "other vocabulary": put("args", "symbols", value=9),
     "size of another task": put("args", "pairs", value=3), "flags against config": put("args", "attn", value="fox"), "seed as text": put("args", "seed", value="zero"),
+    "steps as text": put("args", "steps", value="many"),
 }
 BAD_FOR_RESUME = {
     "no optimizer": drop("optimizer"), "empty optimizer": put("optimizer", value={}), "optimizer of a wrong type": put("optimizer", value=3),
@@ -2019,6 +2020,25 @@ def test_checkpoints_that_do_not_hold_together_are_refused(tmp_path, capsys, sig
     assert silently(capsys, train_script, "--resume", "--out", run)[0] == 2
     assert silently(capsys, eval_script, run, "--examples", 1)[0] == (2 if name in BAD_FOR_ALL else 0)
     assert files(run) == before
+
+
+def test_a_run_is_read_that_is_older_than_a_size_of_another_task(tmp_path, capsys, trained):
+    run = shutil.copytree(trained, tmp_path / "run")
+    ckpt = torch.load(run / "ckpt.pt", weights_only=True)
+    drop("args", "pairs")(ckpt)
+    torch.save(ckpt, run / "ckpt.pt")
+    assert silently(capsys, eval_script, run, "--mistakes", 1)[0] == 0
+
+
+@pytest.mark.parametrize("window", [0, -5, None, "6"])
+def test_a_window_that_is_none_is_refused(tmp_path, capsys, window):
+    run = tmp_path / "run"
+    assert call(train_script, *quick("wikitext", "--attn", "tra", "--out", run)) == 0
+    ckpt = torch.load(run / "ckpt.pt", weights_only=True)
+    put("args", "window", value=window)(ckpt)
+    torch.save(ckpt, run / "ckpt.pt")
+    code, error = silently(capsys, eval_script, run, "--examples", 20)
+    assert code == 2 and "window" in error
 
 
 def test_nothing_in_a_checkpoint_is_ever_run(tmp_path, capsys, signals, trained):
@@ -2289,6 +2309,8 @@ def test_curves_draw_the_log(tmp_path, monkeypatch, capsys, pictured):
     assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["tra"]
     dashed = [line for line in axes[1].lines if line.get_linestyle() == "--"]
     assert [[*zip(*line.get_data())] for line in dashed] == [[(row["step"], row["val_loss"]) for row in log(pictured / "wikitext-tra-s0") if "val_loss" in row]]
+    (unfinished / "log.jsonl").write_bytes(b'{"step": 1, "loss": 2.5}\n')
+    assert drawn(monkeypatch, unfinished, "--curves", tmp_path / "c.png")[0].lines[0].get_marker() == "."      # one point is no line
     for text in (b"", b"garbage\n", b"[]\n", b'{"step": 1, "loss": "x"}\n', b'{"step": 1, "loss": NaN}\n', b'{"loss": 1}\n', b"[" * 10**5 + b"\n", None):
         (unfinished / "log.jsonl").write_bytes(text) if text is not None else (unfinished / "log.jsonl").unlink()
         code, error = silently(capsys, eval_script, unfinished, "--curves", tmp_path / "b.png")

@@ -212,6 +212,7 @@ def lock(file, out):
 
 def seconds_per_step(model, get_batch, parts, autocast):
     """A few forward and backward passes on the clock, nothing updated. Of each batch one part: more may not fit into memory."""
+    tokens = 0
     for step in range(5):
         if step == 1:           # the first one warms up
             start = time.perf_counter()
@@ -220,8 +221,10 @@ def seconds_per_step(model, get_batch, parts, autocast):
             loss = model(x[0], y[0])[1]
         loss.backward()
         loss.item()             # waits for a GPU
+        tokens += x[0].numel() * (step > 0)
     model.zero_grad()
-    return (time.perf_counter() - start) / 4 * len(x)
+    per_token = (time.perf_counter() - start) / tokens
+    return per_token * sum(get_batch(step)[0].numel() for step in range(100)) / 100        # batches differ in length
 
 
 def train(out, args, ckpt):
@@ -260,7 +263,7 @@ def train(out, args, ckpt):
     first = ckpt["step"] if ckpt else 0
     seconds = seconds_per_step(model, get_batch, args["accumulate"], autocast) * (args["steps"] - first)
     print(f"{args['task']} with {label(args)}, {args['scale']} scale, seed {args['seed']}: {sum(p.numel() for p in model.parameters()):,} "
-          f"parameters, steps {first} to {args['steps']} of {args['batch']} sequences on {device} in {args['dtype']}, about {clock(seconds)} -> {out}")
+          f"parameters, steps {first} to {args['steps']} of {args['batch']} sequences on {device} in {args['dtype']}, about {clock(seconds)} -> {out}", flush=True)
     torch.manual_seed(args["seed"])
     since_log = []                                      # losses since the last line of the log
     if ckpt:
@@ -286,12 +289,12 @@ def train(out, args, ckpt):
 
     stopped = []                                        # the first Ctrl-C is heard between two steps, a second one at once
 
-    def ask_to_stop(number, frame):
-        stopped.append(number)
-        signal.signal(number, signal.SIG_DFL)
+    def ask_to_stop(signum, frame):
+        stopped.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask_to_stop)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, ask_to_stop)
 
     # From its first second on, a folder holds one run that can go on: a new checkpoint, then what does not belong to it goes.
     save(first)
@@ -305,6 +308,9 @@ def train(out, args, ckpt):
     terminal = sys.stdout.isatty()
     start = saved = shown = time.perf_counter()
     tokens, checked = 0, ""
+
+    def progress(text):
+        print(text[:79].ljust(79) if terminal else text, end="\r" if terminal else "\n", flush=True)
 
     def write_log(**row):
         log.write(json.dumps(row).encode() + b"\n")
@@ -346,8 +352,7 @@ def train(out, args, ckpt):
             write_log(**{"step": done, name: value})
             checked = f"  {name} {value:.4f}"
         if terminal and now - shown > 0.2 or not since_log:
-            print(f"step {done}/{args['steps']}  loss {mean:.4f}{checked}  {speed:,.0f} tokens/s  {clock(left)} left".ljust(79 * terminal),
-                  end="\r" if terminal else "\n", flush=True)
+            progress(f"step {done}/{args['steps']}  loss {mean:.4f}{checked}  {speed:,.0f} tokens/s  {clock(left)} left")
             shown = now
         if done == args["steps"] or stopped or now - saved > args["save_every"]:
             save(done)
@@ -358,7 +363,7 @@ def train(out, args, ckpt):
     results = {}
     for split in list(task.splits)[1:]:
         results |= evaluate(model, task, args["examples"], device, [split])
-        print(f"testing {split}: {results[split]:.3f}".ljust(79 * terminal), end="\r" if terminal else "\n", flush=True)
+        progress(f"testing {split}: {results[split]:.3f}")
         if stopped:
             leave(args["steps"])
     found = record(args, task, args["examples"], results)
