@@ -722,7 +722,8 @@ def bench_step(attns, window, batch, dropout, device):
         optimizer.zero_grad()
 
     rows = race("training step", window, batch, {        # with a learning rate of 0: the weights stay as they are
-        attn: functools.partial(step, model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)) for attn, model in models.items()}, device)
+        attn: functools.partial(step, model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)) for attn, model in models.items()},
+        device, rounds=10)
     return with_skipped(rows, models, x)
 
 
