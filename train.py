@@ -25,7 +25,7 @@ from dataclasses import asdict, fields
 
 import torch
 
-from eval import (FORMAT, bad_checkpoint, check_tensors, evaluate, label, load_checkpoint, load_model, open_task, pick_device, record,
+from eval import (FORMAT, MACHINE, bad_checkpoint, check_tensors, evaluate, label, load_checkpoint, load_model, open_task, pick_device, record,
                   replace_file, summarise, table, validate)
 from model import ATTENTIONS, GPT, GPTConfig
 from tasks import TASKS, Parser, add_size_flags, fail, integer, number, script
@@ -52,7 +52,7 @@ DEFAULTS = dict(seed=0, accumulate=1, weight_decay=0.01, beta2=0.999, warmup=0.0
                 **{field.name: field.default for field in fields(GPTConfig) if field.name not in ("attn", "vocab_size", "n_layer", "n_head", "n_embd")})
 FILES = ("ckpt.pt", "log.jsonl", "eval.json")           # of a run
 # A resumed run may change these; everything else stays as it was started.
-CHANGEABLE = ("steps", "examples", "data", "device", "compile", "log_every", "eval_every", "save_every")
+CHANGEABLE = ("steps", "data", "device", *MACHINE)
 
 
 def sizes_of(task, scale):
