@@ -450,11 +450,12 @@ def panels(group):
             parts.setdefault("", {})[split] = split
     unit = "bytes" if group["sizes"].get("tokenizer") == "byte" else "tokens"
     for part, x in parts.items():
-        yield (f"{group['task']} {part}".strip() + f", {group['scale']} scale", f"window, {unit}" if text else "length", "perplexity" if text else "exact match, %",
+        yield (f"{group['task']} {part}".strip() + f", {group['scale']} scale",
+               f"window, {unit}" if text else "length", "perplexity" if text else "exact match, %",
                [(row["attn"], [*x.values()], [[v if text else 100 * v for v in row["results"][split]["values"]] for split in x]) for row in rows])
     lines = [(row["attn"], list(zip(*row["by_position"]))) for row in rows if "by_position" in row]
     if lines:
-        yield (f"{group['task']}, {group['scale']} scale", "position in the longest window, up to", "loss, nats per token",
+        yield (f"{group['task']}, {group['scale']} scale", "position in the longest window, up to", f"loss, nats per {unit[:-1]}",
                [(name, [runs[0][1] for runs in bins], [[nats for _, _, nats in runs] for runs in bins]) for name, bins in lines])
 
 
@@ -478,7 +479,8 @@ def draw_results(groups):
             ax.plot(x, [statistics.fmean(v) for v in values], label=f"{name}, {seeds} seed{'s' * (seeds > 1)}", **look)
         if not named and isinstance(trained, int):
             ax.axvline(trained, color="gray", linestyle="--", linewidth=1, label="trained up to here")
-        finish_panel(ax, y_label == "perplexity", ticks if len(ticks) < 8 else ticks[::-2], title=title, xlabel="test set" if named else x_label, ylabel=y_label,
+        finish_panel(ax, y_label == "perplexity", ticks if len(ticks) < 8 else ticks[::-2],
+                     title=title, xlabel="test set" if named else x_label, ylabel=y_label,
                      xscale="log" if text and not named else "linear", **({} if text else {"ylim": (-4, 104)}))
     if any(len(row["seeds"]) > 1 for group in groups for row in group["rows"]):
         figure.supxlabel("mean over seeds; shaded: from the lowest seed to the highest", fontsize="small")
@@ -781,7 +783,8 @@ def bench_table(what, rows):
                       f"{row['tokens_per_second']:,.0f}", "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}",
                       "" if row["skipped"] is None else f"{100 * row['skipped']:.1f}", f"{row['perplexity']:.2f}" if "perplexity" in row else ""])
     used = [i for i, column in enumerate(zip(*cells)) if i == 0 or any(column[1:])]
-    return "\n".join([f"{what}; ratio to {'its own cache' if what == 'generation' else 'the first row of its window'}:", "", *markdown([[line[i] for i in used] for line in cells]), ""])
+    base = "its own cache" if what == "generation" else "the first row of its window"
+    return "\n".join([f"{what}; ratio to {base}:", "", *markdown([[line[i] for i in used] for line in cells]), ""])
 
 
 def draw_bench(rows):
