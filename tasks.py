@@ -240,10 +240,12 @@ class Instruct(Task):
         <reverse> c a f <sep> [f] [a] [c] [<eos>]        <last> c a f <sep> [f] [<eos>]        (length 3)
 
     Of nothing, every instruction makes nothing: <first> <sep> [<eos>]. After its answer a row is filled with <eos>, unscored.
+    Training practises most what is hardest: long answers twice as often as short ones, and the longest of three lengths drawn.
     """
     symbols: int
     scales = {"laptop": dict(length=10, symbols=16), "paper": dict(length=50, symbols=64)}
     instructions = ["copy", "reverse", "first", "last"]
+    practice = [0, 0, 1, 1, 2, 3]       # training draws from these
 
     @property
     def vocab(self):
@@ -256,7 +258,7 @@ class Instruct(Task):
         return {"train": None} | tests
 
     def sample(self, rng, size, spec):
-        what, n = (rng.integers(0, 4, size, dtype=np.int64), rng.integers(0, self.length + 1)) if spec is None else spec
+        what, n = (rng.choice(self.practice, size), rng.integers(0, self.length + 1, 3).max()) if spec is None else spec
         what = np.broadcast_to(what, size)[:, None]                                     # (B, 1)
         x = rng.integers(6, 6 + self.symbols, (size, n), dtype=np.int64)
         sep, eos = np.full((size, 1), 4), np.full((size, n + 1), 5)

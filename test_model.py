@@ -474,7 +474,7 @@ def test_streams_are_endless_seeded_and_disjoint(name):
                 assert not seen.intersection(fresh)
 
 
-@pytest.mark.parametrize("name, digest", [("flipflop", "261a334e12e78694"), ("copy", "b0051152f3b7039e"), ("induct", "b8c1422557147855"), ("instruct", "e439da35d9a6cee4")])
+@pytest.mark.parametrize("name, digest", [("flipflop", "261a334e12e78694"), ("copy", "b0051152f3b7039e"), ("induct", "b8c1422557147855"), ("instruct", "9f3efa0979e42928")])
 def test_the_same_seed_gives_the_same_batches_on_every_machine(name, digest):
     task = make_task(name, "laptop", **SMALL[name])
     sha = hashlib.sha256()
@@ -493,6 +493,15 @@ def test_flipflop_has_the_stated_probabilities():
             assert abs((what == token).mean() - want) < 0.01
         bits = task.batch(split, 0, 0, 400)[0][:, 1::2]
         assert abs((bits == 3).mean() - 0.5) < 0.05
+
+
+def test_instruct_practises_long_answers_and_long_sequences_more():
+    task = make_task("instruct", "laptop", length=4, symbols=5)
+    batches = [task.batch("train", 0, step, 20)[0] for step in range(1000)]
+    what = np.concatenate([x[:, 0] for x in batches])
+    assert np.allclose(np.bincount(what) / len(what), [1/3, 1/3, 1/6, 1/6], atol=0.02)
+    lengths = np.array([x.shape[1] // 2 - 1 for x in batches])
+    assert np.allclose(np.bincount(lengths) / len(lengths), [((n + 1) ** 3 - n ** 3) / 5 ** 3 for n in range(5)], atol=0.05)
 
 
 def test_all_lengths_instructions_and_places_occur():

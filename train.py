@@ -39,7 +39,7 @@ PRESETS = {
              "paper": MINI},
     "induct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, forget_bias=3.0, batch=32, lr=2e-3, beta2=0.98, steps=4000),
                "paper": MINI},
-    "instruct": {"laptop": dict(n_layer=3, n_head=8, n_embd=128, batch=48, lr=2e-3, beta2=0.98, steps=7500),
+    "instruct": {"laptop": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, batch=32, lr=2e-3, beta2=0.98, steps=9000),
                  "paper": MINI},
     "wikitext": {"laptop": dict(n_layer=4, n_head=4, n_embd=128, batch=32, lr=2e-3, steps=800, data="data/wikitext-103-byte", window=128,
                                 eval_every=100, examples=131_072),
@@ -85,7 +85,7 @@ def parse_flags(words=None, run=None):
     group.add_argument("--n-layer", type=integer(1, 1000), metavar="N", help="blocks")
     group.add_argument("--n-head", type=integer(1), metavar="N", help="attention heads in each")
     group.add_argument("--n-embd", type=integer(1), metavar="N", help="width; divisible by --n-head")
-    group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {default('dropout')}")
+    group.add_argument("--dropout", type=number(0, 0.99), metavar="P", help=f"on attention weights and MLP hidden units {default('dropout')}, or the preset's")
     group.add_argument("--embd-std", type=number(1e-6, 1e3), metavar="X", help=f"standard deviation of the token embeddings at the start {default('embd_std')}, or the preset's")
     group.add_argument("--rope-theta", type=number(1, 1e12), metavar="X", help=f"RoPE: base of the speeds at which pairs turn {default('rope_theta')}")
     group.add_argument("--cope-npos", type=integer(1), metavar="N", help=f"CoPE: number of learned positions {default('cope_npos')}")
