@@ -2295,6 +2295,7 @@ def test_a_plot_of_a_text_has_windows_and_with_windows_positions(tmp_path, monke
     x, y = lines_of(axes[1])["tra, 2 seeds"]
     assert len(axes) == 2 and x == [1, 2, 4, 8, 16, 20] and y == pytest.approx([(a[2] + b[2]) / 2 for a, b in zip(*places)])
     assert axes[1].get_xscale() == "log" and axes[1].get_yscale() == "linear"
+    assert (axes[0].get_xlabel(), axes[1].get_ylabel()) == ("window, bytes", "loss, nats per byte")
 
 
 def test_every_row_has_its_own_colour_or_marker(monkeypatch):
