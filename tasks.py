@@ -171,7 +171,7 @@ class Copy(Task):
         <bos> c a c f <sep> [c] [a] [c] [f] [<eos>]        (length 4)
     """
     symbols: int
-    scales = {"laptop": dict(length=20, symbols=32), "paper": dict(length=50, symbols=64)}
+    scales = {"laptop": dict(length=16, symbols=48), "paper": dict(length=50, symbols=64)}
 
     @property
     def vocab(self):

@@ -1467,9 +1467,9 @@ def test_the_readmes_own_task_works(tmp_path):
     run = lambda *words: subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     for line in run("tasks.py", "--task", "sort", "--split", "2x", "--plain").splitlines():
         _, x, y = re.split("<bos> | <sep> | <eos>", line)[:3]
-        assert sorted(x.split(), key=tasks_script.SYMBOLS.index) == y.split() and len(y.split()) == 40
+        assert sorted(x.split(), key=tasks_script.SYMBOLS.index) == y.split() and len(y.split()) == 32
     out = run("train.py", *quick("sort"), "--attn", "tra", "--length", "4", "--out", "run")
-    assert "sort, laptop scale (length 4, symbols 32)" in out and "| 1.5x |" in out
+    assert "sort, laptop scale (length 4, symbols 48)" in out and "| 1.5x |" in out
 
 
 # Speed and gates

@@ -35,7 +35,7 @@ MINI = dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000) 
 PRESETS = {
     "flipflop": {"laptop": dict(n_layer=2, n_head=4, n_embd=64, embd_std=1.0, batch=32, lr=2e-3, beta2=0.98, steps=800),
                  "paper": dict(MINI, batch=64, steps=25_000)},
-    "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.98, steps=9000),
+    "copy": {"laptop": dict(n_layer=2, n_head=4, n_embd=128, batch=32, lr=2e-3, beta2=0.9, steps=10_500, examples=2000),
              "paper": MINI},
     "induct": {"laptop": dict(n_layer=3, n_head=4, n_embd=128, forget_bias=3.0, batch=32, lr=2e-3, beta2=0.98, steps=4000),
                "paper": MINI},
@@ -75,8 +75,8 @@ def parse_flags(words=None, run=None):
     either = group.add_mutually_exclusive_group()
     either.add_argument("--resume", action="store_true", help="go on with the run in that folder; flags left out are as it was started")
     either.add_argument("--overwrite", action="store_true", help="start anew, even if that folder holds a run")
-    group.add_argument("--examples", type=integer(1), metavar="N", help=f"in each test set {default('examples')}; wikitext: tokens of the test text (default: "
-                       "the preset's); more than it has means all of it")
+    group.add_argument("--examples", type=integer(1), metavar="N", help=f"in each test set {default('examples')}, or the preset's; wikitext: tokens of the test "
+                       "text, and more than it has means all of it")
     group = parser.add_argument_group("size of the task (default: the preset's)")
     add_size_flags(group)
     group.add_argument("--data", metavar="DIR", help="wikitext: a folder that data.py prepared")
