@@ -2,7 +2,7 @@
 Measure trained runs: exact match on every test set, or perplexity at every window, as one Markdown table per task.
 
     python eval.py out/copy-*                                    # a row per attention, mean and spread over seeds
-    python eval.py out/copy-* --examples 2000                    # measure again, on more examples
+    python eval.py out/copy-* --examples 4000                    # measure again, on more examples
     python eval.py out/copy-rope-s0 --mistakes 3                 # what it got wrong: expected and predicted
     python eval.py out/copy-* --json
     python eval.py out/wikitext-* --windows 128,1024,4096        # perplexity of the test text at these windows
