@@ -18,6 +18,7 @@ A batch is x, y, both int64 (B, T): y holds the token after x, and -1 where noth
 import argparse
 import functools
 import os
+import re
 import string
 import sys
 from dataclasses import dataclass, fields
@@ -48,7 +49,7 @@ def script(main):
         except OSError as error:
             fail(error)
         except (MemoryError, RuntimeError) as error:            # torch says RuntimeError, and CUDA a kind of it
-            if not isinstance(error, MemoryError) and not any(word in str(error) for word in ("memory", "overflow")):
+            if not isinstance(error, MemoryError) and not re.search("out of memory|(allocate|enough) memory|overflow", str(error)):
                 raise
             fail(f"out of memory: {error}"[:300])
     return run

@@ -210,9 +210,11 @@ def test_irrelevant_keys_are_invisible_to_tra_and_to_no_other(at):
     torch.testing.assert_close(tra_attention(q, k2, v2, f), tra_attention(q, k, v, f), rtol=1e-5, atol=1e-6)
     pos_emb = torch.randn(8, 64, generator=g)
     others = {
+        "nope": lambda k, v: nope_attention(q, k, v),
         "rope": lambda k, v: rope_attention(q, k, v, 100.0),
         "alibi": lambda k, v: alibi_attention(q, k, v),
         "cope": lambda k, v: cope_attention(q, k, v, pos_emb),
+        "fox": lambda k, v: fox_attention(q, k, v, torch.full((1, 1, k.size(2)), -0.3)),
         "no-sparse": lambda k, v: tra_attention(q, k, v, f, sparse=False),
     }
     if at == 3:     # older than all, they leave the distances alone; newer than all, they add a constant, which cancels
@@ -1769,6 +1771,17 @@ def test_an_interrupt_outside_of_training_is_one_line(tmp_path, monkeypatch, cap
     monkeypatch.setattr(script, function, interrupted)
     assert call(script, *argv) == 2
     assert capsys.readouterr().err == "error: interrupted\n" and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("run, short", [
+    (lambda: torch.empty(2**50), True), (lambda: torch.empty(2**62, dtype=torch.int64), True), (lambda: np.empty(2**50), True),
+    (lambda: torch.zeros(1).expand(3).add_(1), False)])
+def test_a_lack_of_memory_is_one_line_and_another_error_is_not(capsys, run, short):
+    """The last one is a mistake in code, although torch says "memory location"."""
+    with pytest.raises(SystemExit if short else RuntimeError):
+        tasks_script.script(run)()
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory: ") and error.count("\n") == 1 if short else error == ""
 
 
 def test_a_command_is_killed_then_stopped_then_ends(tmp_path):
