@@ -47,7 +47,7 @@ from tasks import SIZES, Parser, fail, integer, make_task, number, script, show
 
 FORMAT = 1                      # of ckpt.pt
 TEST_SEED = 0                   # every run meets the same test examples
-TOKENS_PER_BATCH = 8_192        # memory in evaluation: tokens, not sequences. A test set is drawn in batches: another number, other examples
+TOKENS_PER_BATCH = 8_192        # of a forward pass in evaluation. A test set is drawn in such batches: another number, other examples
 
 
 def predictions(model, task, split, examples, device):
@@ -239,7 +239,7 @@ def read_record(run):
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
-        found.pop("by_position", None)                  # measured, never read
+        found.pop("by_position", None)                  # train.py writes none, and what is drawn was measured
         results, sizes = found["results"], found["sizes"]
         texts = [found[key] for key in ("task", "attn", "scale", "metric", "label")] + [*results, *sizes, *found.get("settings", {})]
         texts += [value for value in sizes.values() if type(value) is not int]

@@ -387,7 +387,7 @@ class FoX(Attention):
         return fox_attention(q, k, v, remember(cache, "log_forget", self.forget(x)), dropout_p=self.dropout_p)
 
 
-# To add one: a function above, a class like these, an entry here. Flags, tests and tables find it by itself.
+# To add one: a function above, a class like these, an entry here. Flags, tests and tables find it by themselves.
 ATTENTIONS = {"tra": TRA, "rope": RoPE, "cope": CoPE, "nope": NoPE, "alibi": ALiBi, "fox": FoX}
 
 

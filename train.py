@@ -7,7 +7,7 @@ Train any attention on any task, then measure it on sequences longer than it eve
     python train.py --attn tra --task copy --no-contextual    # TRA without its contextual distance
     python train.py --attn tra --task copy --resume           # after Ctrl-C, a crash or a full disk; it ends as if never stopped
 
-A run is a folder, out/{task}-{attn}-s{seed}/:
+A run is a folder, out/{task}-{attn}-s{seed}/ (with what is switched off after {attn}, such as tra-no-sparse):
     ckpt.pt     config, weights, optimizer, random state, step, flags
     log.jsonl   one JSON object a line: step, loss, learning rate, gradient norm, tokens per second; or step and a validation
     eval.json   the final table; eval.py reads it
