@@ -1,0 +1,264 @@
+"""
+The fused kernel against tra_plain in float64, in Triton's interpreter on a CPU; and it must compile for three GPUs.
+
+    python -m pytest extras/test_kernel.py
+    python -m extras.test_kernel            # registers and spills of every kernel
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if __name__ != "__main__":
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton was imported before its interpreter was asked for", allow_module_level=True)
+    # Triton reads this when it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+    pytest.importorskip("triton", reason="the fused kernel needs Triton: pip install triton")
+
+import triton
+
+from extras import kernel
+from model import tra_plain
+
+# Rows that keep nothing have log(0), and the random numbers of dropout overflow by design.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def large_blocks(monkeypatch):
+    """The interpreter's time goes by blocks, so let float32 have the large ones too. Few rows at a time in backward."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(kernel, "block_sizes", lambda dtype, width: (64, 32))
+    monkeypatch.setattr(kernel, "COUNTS_PER_KEY", 2)
+
+
+def make_inputs(T, S, D=16, gate=None, integers=False):
+    """q, k, v and log_forget for two heads, as TRA's layer makes them; or q and k of -1, 0 and 1."""
+    generator = torch.Generator().manual_seed(T + S)
+    q, k, v = (torch.randn(1, 2, n, D, generator=generator) for n in (T, S, S))
+    if integers:
+        q, k = (torch.randint(-1, 2, x.shape, generator=generator).float() for x in (q, k))
+    else:
+        q, k = F.rms_norm(q, (D,)), F.rms_norm(k, (D,))
+    f = F.logsigmoid(torch.randn(1, 2, T, generator=generator)) if gate is None else torch.full((1, 2, T), gate)
+    return q, k, v, f
+
+
+def output_and_gradients(attention, inputs, *settings):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attention(*leaves, *settings)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+
+def assert_agrees(inputs, *settings, tolerance=1e-5):
+    got = output_and_gradients(kernel.tra_fused, inputs, *settings)
+    want = output_and_gradients(tra_plain, [x.double() for x in inputs], *settings)
+    for name, x, y in zip(("output", "dq", "dk", "dv", "df"), got, want):
+        error = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
+        assert error <= tolerance, f"{name} is off by {error:.1e}"
+    return got
+
+
+@pytest.mark.parametrize("T, S", [(128, 128), (100, 100), (37, 150), (70, 130), (1, 90), (1, 1)])
+def test_full_rows_part_rows_and_odd_lengths(T, S):
+    assert_agrees(make_inputs(T, S))
+
+
+@pytest.mark.parametrize("sparse, contextual", [(True, False), (False, True), (False, False)])
+def test_ablations(sparse, contextual):
+    assert_agrees(make_inputs(75, 100), sparse, contextual)
+
+
+def test_blocks_of_float32_and_wide_heads(monkeypatch):
+    monkeypatch.setattr(kernel, "block_sizes", lambda dtype, width: (16, 16))
+    assert_agrees(make_inputs(40, 50))
+
+
+def test_head_width_that_is_no_power_of_two():
+    assert_agrees(make_inputs(50, 70, D=20))
+    assert_agrees(make_inputs(5, 7, D=3))
+
+
+def test_too_wide_heads_are_refused():
+    with pytest.raises(ValueError, match="128"):
+        kernel.tra_fused(*make_inputs(4, 4, D=130))
+
+
+def test_rows_that_keep_nothing_and_a_row_that_keeps_only_the_first_key():
+    q, k, v, f = make_inputs(150, 150, gate=-25.0)
+    # Component 3 is positive in key 0 alone, and no key is positive in component 2.
+    k[..., 2:] = -k[..., 2:].abs() - 0.1
+    k[:, :, 0, 3] = 0.5
+    q[:, :, 140:143] = 0
+    q[:, :, 140, 3] = 2.0
+    q[:, :, 141, 2] = 2.0
+    out, *gradients = assert_agrees((q, k, v, f))
+    assert torch.allclose(out[:, :, 140], v[:, :, 0])
+    assert not out[:, :, 141:143].any()
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_a_high_score_far_away_is_not_forgotten():
+    q, k, v, f = make_inputs(1, 150, gate=-25.0)
+    # The last key has score 25 and distance 1, the first one score 60 and distance 2. No other is kept.
+    q[:], k[:] = 0, 0
+    q[..., 0], k[:, :, -1, 0], k[:, :, 0, 0] = 10, 10, 24
+    assert_agrees((q, k, v, f))
+
+
+@pytest.mark.parametrize("gate", [-0.1, -5.0])
+def test_scores_that_are_exactly_zero(gate):
+    assert_agrees(make_inputs(100, 100, gate=gate, integers=True))
+
+
+@pytest.mark.parametrize("gate", [0.0, -1e-6, -0.5, -30.0, -1e4])
+@pytest.mark.parametrize("size", [0.01, 30.0])
+def test_extreme_gates_and_norms(gate, size):
+    q, k, v, f = make_inputs(43, 90, gate=gate)
+    # Logits in the thousands keep three decimals in float32. The last keys are the shortest, so the bound is loose.
+    k = k * torch.linspace(2, 0.1, 90)[:, None]
+    assert_agrees((size * q, size * k, v, f), tolerance=1e-5 if size < 1 else 2e-3)
+
+
+def test_gates_by_head_and_by_query():
+    q, k, v, f = make_inputs(70, 130, gate=0.0)
+    f[:, 1] = -20
+    assert_agrees((q, k, v, f))
+    f[:, :, ::3] = -3
+    assert_agrees((q, k, v, f))
+
+
+def test_early_exit_does_not_read_what_is_forgotten():
+    q, k, v, f = make_inputs(300, 300, gate=-3.0)
+    want = tra_plain(q, k, v, f)
+    v[:, :, :64] = torch.nan
+    got, dq, *_ = output_and_gradients(kernel.tra_fused, (q, k, v, f))
+    assert (got[:, :, 256:] - want[:, :, 256:]).abs().max() <= 1e-5
+    assert dq[:, :, 256:].isfinite().all()
+
+
+def test_float16_and_the_mixed_dtypes_of_autocast():
+    q, k, v, f = make_inputs(100, 130, D=32)
+    q, k = q.half().float(), k.half().float()
+    got = output_and_gradients(kernel.tra_fused, (q, k, v.half(), f))
+    want = output_and_gradients(tra_plain, [x.double() for x in (q, k, v.half(), f)])
+    assert [x.dtype for x in got] == [torch.float16, torch.float32, torch.float32, torch.float16, torch.float32]
+    for x, y in zip(got, want):
+        assert (x - y).abs().max() <= 3e-3 * y.abs().max()
+
+
+def test_dropout_drops_the_right_share_and_the_same_weights_in_both_passes():
+    q, k, v, f = make_inputs(60, 64, D=64, gate=-0.1)
+    # With the identity for v, the output is the weights.
+    identity = torch.eye(64).expand(1, 2, 64, 64)
+    torch.manual_seed(5)
+    dropped, whole = kernel.tra_fused(q, k, identity, f, dropout_p=0.3), tra_plain(q, k, identity, f)
+    mask = (dropped != 0) / 0.7
+    assert (dropped - whole * mask).abs().max() <= 1e-6
+    assert abs((dropped[whole > 0] != 0).double().mean() - 0.7) < 0.04
+
+    def with_this_mask(q, k, v, f):
+        return tra_plain(q, k, identity.double(), f) * mask.double() @ v
+
+    torch.manual_seed(5)
+    got = output_and_gradients(kernel.tra_fused, (q, k, v, f), True, True, 0.3)
+    want = output_and_gradients(with_this_mask, [x.double() for x in (q, k, v, f)])
+    for x, y in zip(got, want):
+        assert (x - y).abs().max() <= 1e-5 * y.abs().max().clamp(min=1)
+
+
+def test_memory_is_linear_in_the_length(monkeypatch):
+    monkeypatch.undo()
+    sizes = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **options: sizes.extend(x.numel() for x in args if isinstance(x, torch.Tensor))
+
+    for name in ("forward_kernel", "backward_q_kernel", "backward_k_kernel"):
+        monkeypatch.setattr(kernel, name, Launch())
+    for T in (4096, 65536):
+        sizes.clear()
+        output_and_gradients(kernel.tra_fused, make_inputs(T, T))
+        # Two heads. Nothing else is as large as the table of counts.
+        assert max(sizes) == 2 * 64 * T
+
+
+def test_check_passes_without_gradients_and_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        kernel.check_against_plain_form(CPU)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def scale_gradient(x):
+    return x + 0.01 * (x - x.detach())
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda q, k, v, f: 1.001 * tra_plain(q, k, v, f),
+    lambda q, k, v, f: torch.nan * tra_plain(q, k, v, f),
+    lambda q, k, v, f: tra_plain(q + 1e-3, k, v, f),
+    lambda q, k, v, f: tra_plain(q, k, v, f, contextual=False),
+    lambda q, k, v, f: tra_plain(scale_gradient(q), k, v, f),
+    lambda q, k, v, f: tra_plain(q, scale_gradient(k), v, f),
+    lambda q, k, v, f: tra_plain(q, k, scale_gradient(v), f),
+    lambda q, k, v, f: tra_plain(q, k, v, scale_gradient(f))])
+def test_check_raises_when_the_kernel_is_wrong(monkeypatch, wrong):
+    monkeypatch.setattr(kernel, "tra_fused", wrong)
+    with pytest.raises(RuntimeError, match="is off by"):
+        kernel.check_against_plain_form(CPU)
+
+
+# -----------------------------------------------------------------------------
+# Compiling without a GPU
+
+
+def compile_for(function, capability, dtype, dropout_p):
+    """Registers, and bytes that spill from them in each thread, from the binary for a GPU."""
+    BM, BN = kernel.block_sizes({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], 64)
+    constants = {"P": dropout_p, "D": 64, "BM": BM, "BN": BN}
+    types = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ"), f"*{dtype}") | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(("seed", "T", "S", "part", "rows"), "i32") | {"LOW": "*i32", "scale": "fp32"}
+    types |= {"sparse": "u1", "contextual": "u1"}
+    signature = {name: types.get(name, "*fp32") for name in function.arg_names}
+    # Pointers and lengths are multiples of 16 at every launch, and Triton makes use of it.
+    attributes = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(function.arg_names)
+                  if signature[name][0] == "*" or name in ("T", "S", "part", "rows")}
+    source = triton.compiler.ASTSource(function, signature, constants, attributes)
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options={"maxnreg": kernel.REGISTERS}).asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage).groups()
+    return int(registers), int(stack) + int(local)
+
+
+def test_every_kernel_compiles_for_three_gpus_without_spilling():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command, root = [sys.executable, "-m", "extras.test_kernel"], os.path.dirname(os.path.dirname(__file__))
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(" 0 bytes spilled") == 36, run.stdout
+
+
+if __name__ == "__main__":
+    for capability in (80, 86, 90):
+        for name in ("forward_kernel", "backward_q_kernel", "backward_k_kernel"):
+            for dtype in ("bf16", "fp32"):
+                for dropout_p in (0.0, 0.1):
+                    registers, spilled = compile_for(getattr(kernel, name), capability, dtype, dropout_p)
+                    case = f"sm_{capability} {name:17s} {dtype} dropout {dropout_p}"
+                    print(f"{case}: {registers} registers, {spilled} bytes spilled", flush=True)
