@@ -10,124 +10,87 @@ instruct   copy, reverse, first or last, as told
     python tasks.py --task flipflop --split sparse --count 3 --seed 7
     python tasks.py --task induct --plain                             # one example per line, nothing else
 
-Every batch is a pure function of (split, seed, step, size): streams never end, a run can continue anywhere, and test examples
-come from generators that training never uses, because the number of the split is part of the generator's seed.
+Every batch is a pure function of (split, seed, step, size): streams never end, a run can continue anywhere, and test
+examples come from generators that training never uses, because the number of the split is part of the generator's seed.
 A batch is x, y, both int64 (B, T): y holds the token after x, and -1 where nothing is scored.
 """
 
 import argparse
-import functools
-import os
-import re
 import string
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
-
-def fail(message):
-    """What a user can put right: one line on stderr, exit code 2."""
-    print("error:", " ".join(str(message).split()), file=sys.stderr)
-    raise SystemExit(2)
-
-
-def script(main):
-    """Around a script's main(): what a user or the machine can cause ends in one line, whatever the script was doing."""
-    @functools.wraps(main)
-    def run():
-        sys.stdout = sys.stdout or open(os.devnull, "w")        # closed, as by >&-
-        sys.stdout.reconfigure(errors="backslashreplace")       # a file name or a sign that the terminal cannot show
-        try:
-            main()
-            sys.stdout.flush()
-        except KeyboardInterrupt:
-            fail("interrupted")
-        except BrokenPipeError:                                 # piped into head: nobody is left to read
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(2) from None
-        except OSError as error:
-            fail(error)
-        except (MemoryError, RuntimeError) as error:            # torch says RuntimeError, and CUDA a kind of it
-            if not isinstance(error, MemoryError) and not re.search("out of memory|(allocate|enough) memory|overflow", str(error)):
-                raise
-            fail(f"out of memory: {error}"[:300])
-    return run
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong command line gets one line instead of a page."""
-
-    def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
-
-    def error(self, message):
-        fail(f"{message} (see python {self.prog} --help)")
-
-
-def integer(low, high=2**32 - 1):
-    """An argparse type: a whole number between low and high."""
-    def parse(text):
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-        return value
-    return parse
-
-
-def number(low, high):
-    """An argparse type: a finite number from low to high."""
-    def parse(text):
-        value = float(text)
-        if not low <= value <= high:
-            raise ValueError
-        return value
-    parse.__name__ = f"number from {low:g} to {high:g}"     # argparse names the type in its message
-    return parse
-
-
-SYMBOLS = list(string.ascii_lowercase + string.ascii_uppercase + string.digits)
+SYMBOLS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the tasks share. A task has a vocabulary, splits, the sizes for each scale, and sample().
+    """What the tasks share. A task has a vocabulary, splits, its sizes at each scale, and sample().
 
-    splits maps a name to what sample() needs to make that kind of example; the first, "train", is for training, the
-    others are test sets. sample(rng, size, spec) returns tokens (B, T+1) and a mask of the tokens that are scored.
+    Its fields are its sizes, and each becomes a flag. splits maps a name to what sample() needs to make that kind of
+    example; the first, "train", is for training, the others are test sets. (Append new ones at the end: the number of a
+    split is part of its seed.) sample(rng, size, spec) returns tokens (B, T+1) and a mask of those that are scored.
+    spec is what splits has under the name of the split; None tells it to draw a length for training.
     """
-    length: int
-    metric = "exact match"
-    least = {}                  # the smallest value of a size, where it is not 1
+    length: int = field(metadata={"help": "longest training sequence: symbols, or instructions for flipflop"})
+    metric, unit = "exact match", "examples"
+    shortest = 1                # the least length that makes sense
 
     def __post_init__(self):
-        for field in fields(self):
-            least, value = self.least.get(field.name, 1), getattr(self, field.name)
-            if not isinstance(value, int) or not least <= value <= 10**5:
-                fail(f"--{field.name} must be a number from {least} to {10**5} for {self.name}, not {value!r}")
+        too_small = [name for name, value in self.sizes.items() if type(value) is int and value < 1]
+        if too_small or self.length < self.shortest:
+            raise ValueError(f"sizes must be at least 1, and the length of {self.name} {self.shortest}: {self.sizes}")
 
     @property
     def name(self):
-        return type(self).__name__.lower()
+        return next(name for name, kind in TASKS.items() if kind is type(self))
+
+    @property
+    def sizes(self):
+        return asdict(self)
 
     @property
     def vocab_size(self):
         return len(self.vocab)
 
     @property
-    def sizes(self):
-        return vars(self)
+    def splits(self):
+        return {"train": None} | self.multiples((1, 1.5, 2, 3, 4, 6))
 
     def batch(self, split, seed, step, size):
+        """x, y: size examples. Another seed or step makes others."""
+        if split not in self.splits:
+            raise ValueError(f"{self.name} has no split {split!r}; choose one of {', '.join(self.splits)}")
         rng = np.random.default_rng([list(self.splits).index(split), seed, step])
         tokens, scored = self.sample(rng, size, self.splits[split])
         return tokens[:, :-1], np.where(scored, tokens, -1)[:, 1:]
 
+    def test(self, split, count):
+        """Yield the first count examples of a test set, about 8,192 tokens at a time; the same ones for every run."""
+        size = max(1, 8192 // self.batch(split, 0, 0, 1)[0].shape[1])
+        for step, start in enumerate(range(0, count, size)):
+            x, y = self.batch(split, 0, step, size)
+            yield x[:count - start], y[:count - start]
+
+    @property
+    def validation(self):
+        """For a quick look during training, a peek at the first test set: its name, and how many examples."""
+        return list(self.splits)[1], 100
+
+    def encode(self, text):
+        """Tokens as words, with spaces between them, to token ids."""
+        unknown = [word for word in text.split() if word not in self.vocab]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not in the vocabulary of {self.name}: {' '.join(self.vocab)}")
+        return [self.vocab.index(word) for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join(self.vocab[i] for i in ids)
+
     def symbol_names(self):
-        return (SYMBOLS + [f"s{i}" for i in range(len(SYMBOLS), self.symbols)])[:self.symbols]
+        return [SYMBOLS[i] if i < len(SYMBOLS) else f"s{i}" for i in range(self.symbols)]
 
     def multiples(self, of):
         """{"1x": L, "1.5x": 1.5 L, ...}: test lengths by name."""
@@ -144,7 +107,7 @@ class FlipFlop(Task):
     """
     vocab = ["w", "r", "i", "0", "1"]
     scales = {"laptop": dict(length=64), "paper": dict(length=256)}
-    least = {"length": 2}
+    shortest = 2
 
     @property
     def splits(self):
@@ -171,16 +134,12 @@ class Copy(Task):
 
         <bos> c a c f <sep> [c] [a] [c] [f] [<eos>]        (length 4)
     """
-    symbols: int
+    symbols: int = field(metadata={"help": "number of different symbols"})
     scales = {"laptop": dict(length=16, symbols=48), "paper": dict(length=50, symbols=64)}
 
     @property
     def vocab(self):
         return ["<bos>", "<sep>", "<eos>"] + self.symbol_names()
-
-    @property
-    def splits(self):
-        return {"train": None} | self.multiples((1, 1.5, 2, 3, 4, 6))
 
     def sample(self, rng, size, spec):
         n = rng.integers(1, self.length + 1) if spec is None else spec
@@ -196,26 +155,22 @@ class Induct(Task):
 
         <bos> d b a c e b <sep> a [c] d [b]        (length 6, two pairs)
 
-    The queried symbols are placed once each, never side by side, and the rest is filled from the others. So an answer is
-    never itself a query, and any length works.
+    The queried symbols are placed once each, never side by side, and the rest is filled from the others. So an answer
+    is never itself a query, and any length works.
     """
-    symbols: int
-    pairs: int
+    symbols: int = field(metadata={"help": "number of different symbols"})
+    pairs: int = field(metadata={"help": "queries with their answers in a sequence"})
     scales = {"laptop": dict(length=20, symbols=16, pairs=6), "paper": dict(length=50, symbols=64, pairs=8)}
-    least = {"length": 2}
+    shortest = 2
 
     def __post_init__(self):
         super().__post_init__()
         if self.symbols <= self.pairs:
-            fail(f"--symbols {self.symbols} must be more than --pairs {self.pairs}: the rest of the context needs others")
+            raise ValueError(f"induct needs more symbols than pairs, not {self.symbols} and {self.pairs}")
 
     @property
     def vocab(self):
         return ["<bos>", "<sep>"] + self.symbol_names()
-
-    @property
-    def splits(self):
-        return {"train": None} | self.multiples((1, 1.5, 2, 3, 4, 6))
 
     def sample(self, rng, size, spec):
         n = rng.integers(2, self.length + 1) if spec is None else spec
@@ -240,10 +195,10 @@ class Instruct(Task):
 
         <reverse> c a f <sep> [f] [a] [c] [<eos>]        <last> c a f <sep> [f] [<eos>]        (length 3)
 
-    Of nothing, every instruction makes nothing: <first> <sep> [<eos>]. After its answer a row is filled with <eos>, unscored.
-    Training practises most what is hardest: long answers twice as often as short ones, and the longest of three lengths drawn.
+    Of nothing, every instruction makes nothing: <first> <sep> [<eos>]. After its answer a row is filled with <eos>,
+    unscored. Training practises most what is hardest: long answers twice as often, and the longest of three lengths.
     """
-    symbols: int
+    symbols: int = field(metadata={"help": "number of different symbols"})
     scales = {"laptop": dict(length=10, symbols=16), "paper": dict(length=50, symbols=64)}
     instructions = ["copy", "reverse", "first", "last"]
     practice = [0, 0, 1, 1, 2, 3]       # training draws from these
@@ -259,8 +214,9 @@ class Instruct(Task):
         return {"train": None} | tests
 
     def sample(self, rng, size, spec):
-        what, n = (rng.choice(self.practice, size), rng.integers(0, self.length + 1, 3).max()) if spec is None else spec
-        what = np.broadcast_to(what, size)[:, None]                                     # (B, 1)
+        if spec is None:
+            spec = rng.choice(self.practice, size), rng.integers(0, self.length + 1, 3).max()
+        what, n = np.broadcast_to(spec[0], size)[:, None], spec[1]                      # (B, 1)
         x = rng.integers(6, 6 + self.symbols, (size, n), dtype=np.int64)
         sep, eos = np.full((size, 1), 4), np.full((size, n + 1), 5)
         answer = np.where(what == 0, x, np.where(what == 1, x[:, ::-1], np.where(what == 2, x[:, :1], x[:, -1:])))
@@ -271,54 +227,52 @@ class Instruct(Task):
         return tokens, np.hstack((np.zeros((size, n + 2), dtype=bool), at <= ends))
 
 
-# To add one: a class like these, an entry here. train.py gives it the preset of copy, unless it has one of its own there.
+# To add one: a class like these and an entry here. Its sizes become flags, and train.py gives it the preset of copy.
 TASKS = {"flipflop": FlipFlop, "copy": Copy, "induct": Induct, "instruct": Instruct}
-SIZES = list(dict.fromkeys(field.name for task in TASKS.values() for field in fields(task)))        # the names of all tasks' sizes
-
-
-def add_size_flags(group):
-    """The sizes a task can have, as flags; left out, they come from the task's scale."""
-    group.add_argument("--length", type=integer(0), metavar="L", help="training length: symbols, or instructions for flipflop")
-    group.add_argument("--symbols", type=integer(0), metavar="N", help="number of different symbols (copy, induct, instruct)")
-    group.add_argument("--pairs", type=integer(0), metavar="N", help="query/answer pairs in a sequence (induct)")
 
 
 def make_task(name, scale, **sizes):
-    """The task of this name at a scale, with any size that is not None put in its place."""
-    task = TASKS[name]
-    known = [field.name for field in fields(task)]
-    for size, value in sizes.items():
-        if value is not None and size not in known:
-            fail(f"--{size} means nothing to {name}; its sizes are {', '.join('--' + k for k in known)}")
-    return task(**task.scales[scale] | {size: value for size, value in sizes.items() if value is not None})
+    """The task of this name at a scale, with other sizes in the place of the scale's."""
+    known = [field.name for field in fields(TASKS[name])]
+    unknown = [size for size in sizes if size not in known]
+    if unknown:
+        raise ValueError(f"{unknown[0]} means nothing to {name}; its sizes are {', '.join(known)}")
+    return TASKS[name](**TASKS[name].scales[scale] | sizes)
 
 
-def show(task, x, y, mark=True):
-    """One example as text, scored tokens in [brackets] if marked. Every example ends with a scored token; padding is left out."""
-    end = np.flatnonzero(y >= 0)[-1] + 1
-    names = [task.vocab[t] for t in (*x[:end], y[end - 1])]
-    scored = [False, *(y[:end] >= 0)]
-    return " ".join(f"[{name}]" if mark and s else name for name, s in zip(names, scored))
+def as_text(task, x, y, predicted=None, mark=True):
+    """One example on a line, scored tokens in [brackets]; where predicted is wrong, as [right->predicted]."""
+    words, last = [task.decode([x[0]])], np.flatnonzero(y >= 0)[-1]         # what comes after the last one is padding
+    for at in range(last + 1):
+        word = task.decode([y[at] if y[at] >= 0 else x[at + 1]])
+        if mark and y[at] >= 0:
+            is_right = predicted is None or predicted[at] == y[at]
+            word = f"[{word}]" if is_right else f"[{word}->{task.decode([predicted[at]])}]"
+        words.append(word)
+    return " ".join(words)
 
 
-@script
-def main():
-    parser = Parser(prog="tasks.py", description=__doc__)
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="tasks.py", description=__doc__, argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, required=True, help="whose examples to show")
-    parser.add_argument("--split", default="train", help="train (default) or a test set, such as sparse-4x, 1.5x, reverse-10x; a wrong name lists them all")
-    parser.add_argument("--count", type=integer(1), default=3, metavar="N", help="how many examples (default 3)")
-    parser.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of the stream they come from (default 0)")
-    parser.add_argument("--plain", action="store_true", help="one example per line, tokens separated by single spaces")
-    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="whose sizes to take (default laptop)")
-    add_size_flags(parser)
-    args = parser.parse_args()
-    task = make_task(args.task, args.scale, **{name: getattr(args, name) for name in SIZES})
-    if args.split not in task.splits:
-        fail(f"{args.task} has no split {args.split!r}; choose one of {', '.join(task.splits)}")
-    for step in range(args.count):
-        x, y = task.batch(args.split, args.seed, step, 1)
-        print(show(task, x[0], y[0], mark=not args.plain))
+    parser.add_argument("--split", default="train", help="train (default), or a test set such as sparse-4x or 1.5x")
+    parser.add_argument("--count", type=int, default=3, metavar="N", help="how many examples (default 3)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the stream they come from (default 0)")
+    parser.add_argument("--plain", action="store_true", default=False, help="tokens and single spaces, nothing else")
+    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="whose sizes (default laptop)")
+    for name, field in {field.name: field for task in TASKS.values() for field in fields(task)}.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=field.type, help=field.metadata.get("help"))
+    args = vars(parser.parse_args(argv))
+    split, count, seed, plain = (args.pop(name) for name in ("split", "count", "seed", "plain"))
+    task = make_task(args.pop("task"), args.pop("scale"), **args)
+    for step in range(count):
+        x, y = task.batch(split, seed, step, 1)
+        print(as_text(task, x[0], y[0], mark=not plain))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
