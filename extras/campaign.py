@@ -1,0 +1,111 @@
+"""
+Every run behind the tables, one by one: train what is missing, resume what was interrupted, keep the records.
+
+    python -m extras.campaign                   # what is done and what is missing
+    python -m extras.campaign --train           # one run after another; Ctrl-C stops, the same command goes on
+    python -m extras.campaign --train --jobs 2 --only copy      # two runs at a time, of titles that contain "copy"
+
+Each run has one thread, unless its title says two, so that its result does not depend on the number of cores. A
+finished run adds a line to results/runs.jsonl: its eval.json, its title, its flags and the version of the code. eval.py
+and extras.plot read that file.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+RECORDS = "results/runs.jsonl"
+SIX = ["tra", "rope", "cope", "fox", "alibi", "nope"]
+PARTS = ["--no-sparse", "--no-contextual", "--no-sparse --no-contextual"]
+DECAYS = ["--weight-decay 0.01", "--weight-decay 0.2"]
+# (title, flags of train.py, seeds). A title is a table. What is more urgent stands first.
+EXPERIMENTS = [
+    ("copy, unseen seeds", ["--attn tra --task copy"], range(700, 712)),
+    ("copy, unseen seeds, two threads", ["--attn tra --task copy"], range(700, 704)),
+    ("flipflop", [f"--attn {attn} --task flipflop" for attn in SIX], range(4)),
+    ("copy", [f"--attn {attn} --task copy" for attn in SIX], range(4)),
+    ("flipflop, parts of TRA", [f"--attn tra --task flipflop {part}" for part in PARTS], range(4)),
+    ("wikitext-2", [f"--attn {attn} --data data/wikitext-2-byte" for attn in SIX], range(4)),
+    ("induct", [f"--attn {attn} --task induct" for attn in SIX], range(4)),
+    ("instruct", [f"--attn {attn} --task instruct" for attn in SIX], range(4)),
+    ("copy, parts of TRA", [f"--attn tra --task copy {part}" for part in PARTS], range(4)),
+    ("copy", [f"--attn {attn} --task copy {DECAYS[0]}" for attn in SIX], range(4)),
+    ("flipflop, unseen seeds", ["--attn tra --task flipflop"], range(500, 504)),
+    *((f"{task}, unseen seeds", [f"--attn tra --task {task} {decay}" for decay in DECAYS], range(500, 504))
+      for task in ("induct", "instruct")),
+    ("wikitext-2, unseen seeds", [f"--attn tra --data data/wikitext-2-byte {decay}" for decay in DECAYS],
+     range(500, 504)),
+]
+
+
+def read_records():
+    if not os.path.exists(RECORDS):
+        return []
+    with open(RECORDS, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def missing_runs(only):
+    """(title, flags) of every run that has no record."""
+    done = [(record["title"], record["flags"]) for record in read_records()]
+    wanted = [(title, f"{flags} --seed {seed}") for title, many, seeds in EXPERIMENTS for seed in seeds for flags in many]
+    return [run for run in wanted if run not in done and only in run[0]]
+
+
+def start(title, flags):
+    """Train in a process of its own, in a folder named after title and flags; go on if that holds a run."""
+    out = "out/campaign/" + re.sub("[^a-z0-9.]+", "-", f"{title} {flags}".lower())
+    words = [*flags.split(), "--out", out]
+    if os.path.exists(f"{out}/ckpt.pt"):
+        words.append("--resume")
+    env = os.environ | {"OMP_NUM_THREADS": "2" if "two threads" in title else "1"}
+    return out, subprocess.Popen([sys.executable, "train.py", *words], env=env, stdout=subprocess.DEVNULL)
+
+
+def keep(title, flags, out):
+    """Append the record of a finished run."""
+    with open(f"{out}/eval.json", encoding="utf-8") as file:
+        record = json.load(file)
+    version = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    with open(RECORDS, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"title": title, "flags": flags, "code": version} | record) + "\n")
+    print(f"{title}: {flags}:", " ".join(f"{value:.3f}" for value in record["results"].values()), flush=True)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", action="store_true", help="train what is missing")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="titles that contain this text")
+    args = parser.parse_args(argv)
+    missing = missing_runs(args.only)
+    print(f"{len(read_records())} runs are kept in {RECORDS}, {len(missing)} are missing", flush=True)
+    if not args.train:
+        return print("\n".join(f"{title}: {flags}" for title, flags in missing))
+    running = []
+    while missing or running:
+        for job in [job for job in running if job[3].poll() is not None]:
+            running.remove(job)
+            title, flags, out, process = job
+            if process.returncode or not os.path.exists(f"{out}/eval.json"):
+                print(f"{flags} ended early; the same command goes on with it", file=sys.stderr)
+            else:
+                keep(title, flags, out)
+        if missing and len(running) < args.jobs:
+            title, flags = missing.pop(0)
+            running.append((title, flags, *start(title, flags)))
+        else:
+            time.sleep(1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on")
