@@ -133,6 +133,8 @@ class Copy(Task):
     """Say again what came before <sep>. Symbols may repeat, so that finding the last symbol is not enough.
 
         <bos> c a c f <sep> [c] [a] [c] [f] [<eos>]        (length 4)
+
+    Training practises long sequences more: it draws two lengths and takes the longer one.
     """
     symbols: int = field(metadata={"help": "number of different symbols"})
     scales = {"laptop": dict(length=16, symbols=48), "paper": dict(length=50, symbols=64)}
@@ -142,7 +144,7 @@ class Copy(Task):
         return ["<bos>", "<sep>", "<eos>"] + self.symbol_names()
 
     def sample(self, rng, size, spec):
-        n = rng.integers(1, self.length + 1) if spec is None else spec
+        n = rng.integers(1, self.length + 1, 2).max() if spec is None else spec
         x = rng.integers(3, 3 + self.symbols, (size, n), dtype=np.int64)
         bos, sep, eos = (np.full((size, 1), token) for token in range(3))
         tokens = np.hstack((bos, x, sep, x, eos))

@@ -486,7 +486,7 @@ def test_streams_are_endless_seeded_and_disjoint_and_words_become_tokens(name):
     assert task.encode(task.decode(x[0])) == x[0].tolist() and task.vocab_size == len(set(task.vocab)) > x.max()
 
 
-@pytest.mark.parametrize("name, digest", [("flipflop", "261a334e12e78694"), ("copy", "b0051152f3b7039e"),
+@pytest.mark.parametrize("name, digest", [("flipflop", "261a334e12e78694"), ("copy", "919550cb2af6c69c"),
                                           ("induct", "b8c1422557147855"), ("instruct", "9f3efa0979e42928")])
 def test_the_same_seed_gives_the_same_batches_on_every_machine(name, digest):
     task, sha = make_task(name, "laptop", **SMALL[name]), hashlib.sha256()

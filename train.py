@@ -41,7 +41,7 @@ PAPER = dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)
 PRESETS = {
     "laptop": {
         "flipflop": dict(n_layer=2, n_embd=64, embd_std=1.0, beta2=0.98, steps=800),
-        "copy": dict(n_layer=2, n_embd=128, beta2=0.9, steps=10_500, examples=2000),
+        "copy": dict(n_layer=2, n_embd=128, beta2=0.9, weight_decay=0.2, steps=9000, examples=2000),
         "induct": dict(n_layer=3, n_embd=128, forget_bias=3.0, beta2=0.98, steps=4000),
         "instruct": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, beta2=0.98, steps=9000),
         "wikitext": dict(n_layer=4, n_embd=128, steps=800, eval_every=100, examples=131_072),
@@ -71,9 +71,12 @@ def learning_rate(step, args):
 
 
 def make_optimizer(model, args):
-    """Another one may stand here; resuming restores whatever state it has."""
-    betas, weight_decay = (0.9, args["beta2"]), args["weight_decay"]
-    return torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=weight_decay, fused=True)
+    """AdamW. Another one may stand here; resuming restores whatever state it has."""
+    # Matrices decay, vectors do not: decay would pull the bias of a forget gate, and so an open gate, shut.
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=args["weight_decay"]), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, betas=(0.9, args["beta2"]), fused=True)
 
 
 def write_whole(path, write):
@@ -280,7 +283,7 @@ def make_parser():
     add("--accumulate", type=int, default=1, help="run each batch in this many parts, to save memory")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--warmup", type=float, default=0.05, help="share of the steps in which the learning rate rises")
-    add("--weight-decay", type=float, default=0.01, help="of all weights")
+    add("--weight-decay", type=float, default=0.01, help="of all matrices")
     add("--beta2", type=float, default=0.999, help="decay of the squared gradients")
     add("--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0: no limit")
     add = parser.add_argument_group("machine").add_argument
