@@ -60,7 +60,7 @@ def load_checkpoint(run):
     """run/ckpt.pt as a dict of plain values and tensors. Nothing in the file is ever executed."""
     path = os.path.join(run, "ckpt.pt")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{run} holds no run: there is no {path}; --out names another folder")
+        raise FileNotFoundError(f"{run} holds no run: there is no {path}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:          # a damaged file can raise nearly anything

@@ -126,8 +126,8 @@ def train(args):
     model = GPT(config).to(device)
     optimizer = make_optimizer(model, args)
 
-    # Where to start: the rows of the log so far, and loss and gradient norm of the steps since the last row. Dropout draws
-    # from torch's generators; the data depends on seed and step alone.
+    # Where to start. Dropout draws from torch's generators; the data depends on seed and step alone. rows is the log so
+    # far, history the loss and the gradient norm of each step since its last row.
     torch.manual_seed(args["seed"])
     generators = [torch] if kind == "cpu" else [torch, torch.get_device_module(kind)]
     first, rows, seconds, history = 0, [], 0.0, []
@@ -135,8 +135,8 @@ def train(args):
         ckpt = load_checkpoint(out)
         current = args | {"sizes": task.sizes}
         for name, value in (ckpt["args"] | {"sizes": ckpt["sizes"]}).items():
-            if current[name] != value and name not in CHANGEABLE:
-                raise ValueError(f"{out} was started with {name} {value}; it cannot go on with {current[name]}")
+            if current.get(name) != value and name not in CHANGEABLE:
+                raise ValueError(f"{out} was started with {name} {value}; it cannot go on with {current.get(name)}")
         if args["steps"] < ckpt["step"]:
             raise ValueError(f"{out} has done {ckpt['step']} steps already, more than {args['steps']}")
         model.load_state_dict(ckpt["model"])

@@ -11,6 +11,7 @@ Pictures of runs. They need matplotlib, which nothing else here does.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -23,17 +24,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eval import find_runs, group, load, load_checkpoint, make_record, markdown, open_task, predictions, read_records
+from eval import (METRICS, choose, find_runs, group, load, load_checkpoint, make_record, markdown, open_task,
+                  predictions, read_records)
 from extras.fast import tra_blocked
 from model import ATTENTIONS, TRA, causal_mask, count_back
 
-LOOK = {"text.parse_math": False,       # a $ is a token like others
-        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-        "font.size": 11, "axes.titlesize": "medium", "lines.markersize": 6}
+try:
+    import matplotlib
+    from matplotlib.figure import Figure        # not pyplot: no window, nothing global
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, MaxNLocator
+except ImportError:
+    matplotlib = None                           # gates and attention_weights work without it
+
+LOOK = {"text.parse_math": False,               # a $ is a token like others
+        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "font.size": 11,
+        "axes.titlesize": "medium", "xtick.labelsize": "small", "figure.constrained_layout.h_pad": 0.07}
 # Okabe and Ito's colours, which every kind of eye can tell apart, then some of Tol's. The first are the attentions'.
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999999",
            "#999933", "#44AA99", "#AA4499"]
-MARKERS = "os^DvPX*<>ph"
+MARKERS = "os^DvPX*<>p"
 
 # -----------------------------------------------------------------------------
 # Panels with lines
@@ -44,173 +54,153 @@ class Panel:
     title: str
     xlabel: str
     ylabel: str
-    lines: list                 # (name of a row, x of its points, values of its seeds at each x, special style)
-    ticks: list = None          # of x: numbers, or names for x = 0, 1, 2 ...
+    lines: list                 # (name of a row, {x: the values of its seeds})
+    dashed: list = ()           # more of these
     trained: int = None         # the longest x in training
-    is_log_x: bool = False
-    is_log_y: bool = False
-
-
-def new_figure(rows, columns, width, height):
-    """A figure and its rows x columns panels, each of this width and height in inches."""
-    from matplotlib.figure import Figure        # not pyplot: no window, nothing global
-    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    xscale: str = "log"
 
 
 def choose_styles(rows):
-    """{name of a row: its look}, in the order of model.py. An attention's shortest name takes the attention's look."""
-    order = list(ATTENTIONS)
-    attn_of = {row: re.split("[ ,]", row)[0] for row in rows}           # tra, of "tra no-sparse" and of "tra, seed 0"
-    places = {}
-    for row in sorted(attn_of, key=len):
-        place = order.index(attn_of[row]) if attn_of[row] in order else None
-        is_free = place is not None and place not in places.values()
-        places[row] = place if is_free else max([*places.values(), len(order) - 1]) + 1
-    styles = {}
-    for row in sorted(attn_of, key=lambda row: (order + [attn_of[row]]).index(attn_of[row])):
-        attn, place = attn_of[row], places[row]
-        name = ATTENTIONS[attn].__name__ + row[len(attn):] if attn in order else row
-        styles[row] = dict(label=name, color=COLOURS[place % len(COLOURS)], marker=MARKERS[place % len(MARKERS)],
+    """{name of a row: its look}, in the order of model.py. The first row of an attention has the attention's look."""
+    rank = {attn: place for place, attn in enumerate(ATTENTIONS)}
+    attn_of = {row: re.match(r"\w*", row)[0] for row in rows}           # tra, of "tra no-sparse" and of "tra, seed 0"
+    free, others, styles = dict(rank), itertools.count(len(rank)), {}
+    for row in sorted(attn_of, key=lambda row: (rank.get(attn_of[row], len(rank)), row not in rank)):
+        attn, label = attn_of[row], row
+        if attn in ATTENTIONS:
+            label = ATTENTIONS[attn].__name__ + row[len(attn):]
+        place = free.pop(attn) if attn in free else next(others)
+        styles[row] = dict(label=label, color=COLOURS[place % len(COLOURS)], marker=MARKERS[place % len(MARKERS)],
                            linewidth=1.5 if place else 2.5, zorder=2 if place else 3)
     return styles
 
 
-def plain_number(x, _=None):
-    """1,000 and 0.001 rather than 1e3 and 1e-3."""
-    return f"{x:,.7f}".rstrip("0").rstrip(".")
-
-
 def set_log_y(ax):
-    """A logarithmic y axis that is labelled over its whole range, the denser the shorter it is."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+    """A logarithmic y axis, labelled over its whole range with 1,000 and 0.001 rather than 1e3 and 1e-3."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
-    digits = (1,) if high / low > 500 else (1, 2, 5) if high / low > 30 else (1, 1.5, 2, 3, 4, 6)
-    ax.yaxis.set_major_locator(MaxNLocator(6) if high / low < 4 else LogLocator(subs=digits))
-    ax.yaxis.set_major_formatter(plain_number)
-    ax.yaxis.set_minor_locator(NullLocator())
+    if high / low < 4:
+        ax.yaxis.set_major_locator(MaxNLocator(6))
+    elif high / low < 30:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    elif high / low < 500:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.7f}".rstrip("0").rstrip("."))
+
+
+def draw_panel(ax, panel, styles):
+    """Means over seeds as lines, shaded from the lowest seed to the highest."""
+    for i, (name, points) in enumerate([*panel.lines, *panel.dashed]):
+        look = styles[name] | {"linestyle": "-" if i < len(panel.lines) else "--"}
+        if len(points) > 15:
+            look["marker"] = ""
+        low, high = [min(seeds) for seeds in points.values()], [max(seeds) for seeds in points.values()]
+        ax.fill_between(list(points), low, high, color=look["color"], linewidth=0, alpha=0.15)
+        ax.plot(list(points), [statistics.fmean(seeds) for seeds in points.values()], **look)
+    ax.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale)
+    if panel.trained:
+        ax.axvline(panel.trained, color="gray", linestyle="--", linewidth=1, zorder=1)
+        ax.set_xlabel(f"{panel.xlabel} (trained up to {panel.trained:,})")
+    if panel.xscale == "log":
+        ticks = sorted({x for _, points in panel.lines for x in points})
+        ax.set_xticks(ticks if len(ticks) <= 7 else ticks[::-2])
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    if panel.ylabel.endswith("%"):
+        ax.set_ylim(-4, 104)
+    else:
+        set_log_y(ax)
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
 
 
 def draw_panels(panels, caption=""):
-    """Means over seeds as lines, shaded from the lowest seed to the highest; where x is a name, dots side by side."""
-    styles = choose_styles([name for panel in panels for name, *_ in panel.lines])
-    rows = 1 if len(panels) <= 3 else 2
-    figure, axes = new_figure(rows, math.ceil(len(panels) / rows), 4.8, 3.8)
-    handles = {}
-    for ax, panel in zip(axes.flat, panels):
-        is_named = panel.ticks is not None and isinstance(panel.ticks[0], str)
-        for i, (name, x, values, special) in enumerate(panel.lines):
-            look = styles[name] | special
-            low, high = [min(seeds) for seeds in values], [max(seeds) for seeds in values]
-            if is_named:
-                look["linestyle"] = "none"
-                aside = (i - (len(panel.lines) - 1) / 2) * min(0.16, 0.8 / len(panel.lines))
-                x = [place + aside for place in x]
-                ax.vlines(x, low, high, color=look["color"], linewidth=5, alpha=0.3)
-            else:
-                ax.fill_between(x, low, high, color=look["color"], linewidth=0, alpha=0.15)
-            line, = ax.plot(x, [statistics.fmean(seeds) for seeds in values], **look)
-            handles.setdefault(name, line)
-        finish_panel(ax, panel, is_named)
-    for ax in axes.flat[len(panels):]:
-        ax.remove()
-    inches_of_one = 0.8 + 0.1 * max(len(look["label"]) for look in styles.values())
-    figure.legend(handles=[handles[name] for name in styles], loc="outside upper center",
-                  ncols=max(1, int(figure.get_figwidth() / inches_of_one)))
-    counts = sorted({len(seeds) for panel in panels for _, _, values, _ in panel.lines for seeds in values})
-    if counts[-1] > 1:
-        count = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    """A figure of up to four panels in a row, with one legend."""
+    styles = choose_styles([name for panel in panels for name, _ in panel.lines])
+    if not styles:
+        raise ValueError("there is nothing to draw")
+    rows, columns = math.ceil(len(panels) / 4), min(4, len(panels))
+    figure = Figure(figsize=(4.8 * columns, 3.8 * rows), layout="constrained")
+    for place, panel in enumerate(panels, start=1):
+        draw_panel(figure.add_subplot(rows, columns, place), panel, styles)
+    inches = 0.8 + 0.1 * max(len(look["label"]) for look in styles.values())        # of an entry of the legend
+    figure.legend(handles=[Line2D([], [], **look) for look in styles.values()], loc="outside upper center",
+                  ncols=max(1, int(4.8 * columns / inches)))
+    counts = {len(seeds) for panel in panels for _, points in panel.lines for seeds in points.values()}
+    if max(counts, default=1) > 1:
+        count = " or ".join(map(str, sorted(counts)))
         caption = f"mean of {count} seeds; shaded: from the lowest seed to the highest"
     figure.supxlabel(caption, fontsize="small", color="gray")
     return figure
-
-
-def finish_panel(ax, panel, is_named):
-    """Axes, grid and texts."""
-    ax.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
-    ax.grid(alpha=0.25)
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    if panel.is_log_x:
-        ax.set_xscale("log")
-    if panel.is_log_y:
-        set_log_y(ax)
-    if panel.ylabel.endswith("%"):
-        ax.set_ylim(-4, 104)
-    if is_named:
-        ax.set_xticks(range(len(panel.ticks)), panel.ticks, fontsize="small")
-    elif panel.ticks:
-        ticks = panel.ticks if len(panel.ticks) <= 7 else panel.ticks[::-2]
-        ax.set_xticks(ticks, [plain_number(tick) for tick in ticks], fontsize="small")
-        ax.set_xticks([], minor=True)
-    if panel.trained and not is_named:
-        ax.axvline(panel.trained, color="gray", linestyle="--", linewidth=1, zorder=1)
-        ax.text(panel.trained, 1.02, "trained up to here", color="gray", fontsize="small",
-                transform=ax.get_xaxis_transform())
-        ax.set_title(panel.title, pad=18)       # above that text
 
 
 # -----------------------------------------------------------------------------
 # What the panels show
 
 
-def title_of(about, part=""):
-    return f"{about['title'] or about['task']} {part}".rstrip() + f", {about['scale']} scale"
+def select(records, args):
+    """The records of the attentions and the tasks that the flags name, in the flags' order of tasks."""
+    if args.attn:
+        records = [record for record in records if record["attn"] in args.attn.split(",")]
+    return choose(records, args.task and args.task.split(","))
 
 
-def lines_of(rows, key, places, factor=1):
-    """The lines of a panel: for each row record[key][name] at x = places[name]."""
-    return [(row, list(places.values()), [[factor * record[key][name] for record in members] for name in places], {})
-            for row, members in rows.items()]
+def title_of(about, kind=""):
+    return f"{about['title'] or about['task']} {kind}".rstrip() + f", {about['scale']} scale"
 
 
-def draw_results(records):
-    """The tables of eval.py: a panel per task, and for a task with several instructions one per instruction."""
+def find_length(split, trained):
+    """The kind of a test set and its length: reverse, 20 of reverse-2x, if 10 was trained; sparse, 10 of sparse."""
+    kind, _, length = split.rpartition("-")
+    if length.isdigit():                                # a window
+        return kind, int(length)
+    if re.fullmatch(r"[\d.]+x", length):
+        return kind, int(float(length[:-1]) * trained)
+    return split, trained
+
+
+def draw_records(records, xlabel=None, ylabel=None):
+    """The tables of eval.py: a panel for each kind of test set of a task."""
     panels = []
     for about, rows in group(records):
-        splits = list(next(iter(rows.values()))[0]["results"])
-        if about["metric"] == "perplexity":
-            places = {split: int(split) for split in splits}
-            panels.append(Panel(title_of(about), "window, tokens", "perplexity", lines_of(rows, "results", places),
-                                list(places.values()), about["sizes"]["window"], is_log_x=True, is_log_y=True))
-            continue
-        # Test sets such as 2x and reverse-10x have a length. If one has none, as in flip-flop, all stay names.
-        ylabel, length = f"{about['metric']}, %", about["sizes"].get("length")
-        matches = {split: re.fullmatch(r"(?:(.+)-)?([\d.]+)x", split) for split in splits}
-        if length is None or not all(matches.values()):
-            places = {split: x for x, split in enumerate(splits)}
-            panels.append(Panel(title_of(about), "test set", ylabel, lines_of(rows, "results", places, 100), splits))
-            continue
-        for part in dict.fromkeys(match[1] for match in matches.values()):
-            places = {split: int(float(match[2]) * length) for split, match in matches.items() if match[1] == part}
-            panels.append(Panel(title_of(about, part or ""), "length", ylabel, lines_of(rows, "results", places, 100),
-                                list(places.values()), length))
+        # The first size of a task is that of its longest training sequence.
+        size, trained = next(iter(about["sizes"].items()))
+        metric = METRICS[about["metric"]][0].partition(",")[0]          # "exact match in %", "perplexity by window"
+        factor = 100 if metric.endswith("%") else 1
+        lengths = {}
+        for split in next(iter(rows.values()))[0]["results"]:
+            kind, length = find_length(split, trained)
+            lengths.setdefault(kind, {})[length] = split
+        for kind, splits in lengths.items():
+            panel = Panel(title_of(about, kind), xlabel or size, ylabel or metric, lines=[], trained=trained)
+            for name, members in rows.items():
+                points = {x: [factor * record["results"][split] for record in members] for x, split in splits.items()}
+                panel.lines.append((name, points))
+            panels.append(panel)
     return draw_panels(panels)
 
 
-def read_log(run, name):
-    """Steps and values of a run's log, without the half line that a killed run may have left."""
-    with open(os.path.join(run, "log.jsonl"), encoding="utf-8") as log:
-        lines = [json.loads(line) for line in log if line.endswith("\n")]
-    lines = [line for line in lines if name in line]
-    return [line["step"] for line in lines], [line[name] for line in lines]
+def draw_results(runs, args):
+    records = [record for run in runs for record in read_records(run)]
+    return draw_records(select(records, args))
 
 
-def draw_losses(records):
-    """A panel per task: the training loss of every run, and its validation loss, dashed. Each record names its run."""
+def draw_losses(runs, args):
+    """A panel per task: the training loss of every run, and its validation loss, dashed."""
+    records = []
+    for run in runs:
+        settings = load_checkpoint(run)["args"]
+        with open(os.path.join(run, "log.jsonl"), encoding="utf-8") as log:
+            # A run that was killed may have left half a line.
+            lines = [json.loads(line) for line in log if line.endswith("\n")]
+        records.append(make_record(settings, open_task(settings), {}) | {"log": lines})
     panels = []
-    for about, rows in group([record | {"results": {}} for record in records]):
-        lines = []
+    for about, rows in group(select(records, args)):
+        panel = Panel(title_of(about), "step", "loss, nats per scored token", lines=[], dashed=[], xscale="linear")
         for name, members in rows.items():
             for record in members:
-                for key, linestyle in (("loss", "-"), ("val_loss", "--")):
-                    steps, values = read_log(record["run"], key)
-                    special = dict(linestyle=linestyle, linewidth=1.2, marker="." if len(steps) == 1 else "")
-                    if steps:
-                        lines.append((name, steps, [[value] for value in values], special))
-        if not lines:
-            raise ValueError(f"the log of {record['run']} holds no loss yet")
-        panels.append(Panel(title_of(about), "step", "loss, nats per scored token", lines, is_log_y=True))
+                for key, lines in (("loss", panel.lines), ("val_loss", panel.dashed)):
+                    lines.append((name, {line["step"]: [line[key]] for line in record["log"] if key in line}))
+        panels.append(panel)
     return draw_panels(panels, "training; dashed: validation")
 
 
@@ -220,47 +210,36 @@ def loss_by_position(model, task, window, count):
     for _, _, _, loss in predictions(model, task, str(window), count):
         total[:loss.size(1)] += loss.double().sum(0)
         seen[:loss.size(1)] += loss.size(0)
-    ends = [1 << i for i in range(window.bit_length()) if 1 << i < window] + [window]
-    return {end: (total[start:end].sum() / seen[start:end].sum()).item()
+    ends = [1 << i for i in range((window - 1).bit_length())] + [window]
+    return {str(end): (total[start:end].sum() / seen[start:end].sum()).item()
             for start, end in zip([0, *ends], ends) if seen[start:end].any()}
 
 
 def draw_position(runs, args):
+    """A panel per text, over as many tokens of it as the runs were tested on."""
     records = []
     for run in runs:
-        model, task = load(run, args.device, args.data)
-        if task.metric != "perplexity":
+        model, task = load(run, args.device)
+        if task.unit != "tokens":
             raise ValueError(f"{run} was trained on {task.name}; position is for runs of a text")
         settings = load_checkpoint(run)["args"]
-        window = max(map(int, args.windows or list(task.splits)[1:]))
-        found = loss_by_position(model, task, window, args.examples or settings["examples"])
-        records.append(make_record(settings, task, {}) | {"by_position": found})
-    panels = []
-    for about, rows in group(records):
-        ends = list(next(iter(rows.values()))[0]["by_position"])
-        lines = lines_of(rows, "by_position", dict(zip(ends, ends)))
-        panels.append(Panel(title_of(about), "position in the window, up to", "loss, nats per token", lines, ends,
-                            about["sizes"]["window"], is_log_x=True))
-    return draw_panels(panels)
+        window = args.split or list(task.splits)[-1]
+        found = loss_by_position(model, task, int(window), settings["examples"])
+        records.append(make_record(settings, task, {}) | {"results": found})
+    return draw_records(records, "position in the window", "loss, nats per token")
 
 
-def draw_speed(path):
-    """Time by window of what extras.bench measured. Generation has no windows and is left to the table."""
-    with open(path, encoding="utf-8") as file:
-        rows = json.load(file).get("rows", [])
-    rows = [row for row in rows if row["what"] != "generation" and row["seconds"]]
-    if not rows:
-        raise ValueError(f"{path} holds no times by window; python -m extras.bench --json FILE writes some")
-    panels = []
-    for what in dict.fromkeys(row["what"] for row in rows):
-        here = [row for row in rows if row["what"] == what]
-        lines = []
-        for name in dict.fromkeys(row["name"] for row in here):
-            times = {row["window"]: [1000 * row["seconds"]] for row in here if row["name"] == name}
-            lines.append((name, list(times), list(times.values()), {}))
-        ticks = sorted({row["window"] for row in here})
-        panels.append(Panel(what, "window, tokens", "milliseconds", lines, ticks, is_log_x=True, is_log_y=True))
-    return draw_panels(panels)
+def draw_speed(runs, args):
+    """A panel for each kind of thing that extras.bench measured by window: all but generation."""
+    with open(runs[0], encoding="utf-8") as file:
+        rows = json.load(file)["rows"]
+    times = {}
+    for row in rows:
+        if row["what"] != "generation" and "seconds" in row:
+            points = times.setdefault(row["what"], {}).setdefault(row["name"], {})
+            points[row["window"]] = [1000 * row["seconds"]]
+    return draw_panels([Panel(what, "window, tokens", "milliseconds", list(lines.items()))
+                        for what, lines in times.items()])
 
 
 # -----------------------------------------------------------------------------
@@ -305,168 +284,121 @@ def choose_example(task, text=None):
         ids = task.encode(text)
     if not 1 <= len(ids) <= 128:
         raise ValueError(f"a picture of attention shows 1 to 128 tokens, not {len(ids)}: choose another --example")
-    names = [task.decode([token]) for token in ids]
-    return ids, [(name if name.isprintable() else repr(name)[1:-1]).replace(" ", "\u2423") for name in names]
+    return ids, [repr(task.decode([token]))[1:-1].replace(" ", "\u2423") for token in ids]
 
 
-def draw_attention(title, names, layers):
+def draw_attention(runs, args):
     """A row of panels per layer, a panel per head, queries (y) against keys (x). Gray: a weight of exactly zero."""
-    S, H = len(names), layers[0][0].size(0)
-    side = max(2.6, 0.13 * S + 0.3)
-    figure, axes = new_figure(len(layers), H, side, side)
-    causal = causal_mask(S, S, "cpu")
+    model, task = load(runs[0], args.device)
+    ids, names = choose_example(task, args.example)
+    layers = attention_weights(model, torch.tensor([ids], device=model.head.weight.device))
+    S, L, H = len(ids), model.config.n_layer, model.config.n_head
     has_distances = S <= 16 and layers[0][1] is not None
+    side = max(2.6, 0.13 * S + 0.3)
+    figure = Figure(figsize=(H * side, L * side), layout="constrained")
+    axes = figure.subplots(L, H, squeeze=False, sharex=True, sharey=True)        # names at the edges only
     for (layer, head), ax in np.ndenumerate(axes):
         weights = layers[layer][0][head]
+        is_gray = (weights == 0) & causal_mask(S, S, "cpu")
         image = ax.imshow(torch.where(weights != 0, weights, math.nan).numpy(), cmap="YlGnBu", vmin=0, vmax=1)
-        ax.imshow(torch.where((weights == 0) & causal, 0.75, math.nan).numpy(), cmap="gray", vmin=0, vmax=1)
+        ax.imshow(torch.where(is_gray, 0.75, math.nan).numpy(), cmap="gray", vmin=0, vmax=1)
         if has_distances:
             for i, j in weights.nonzero().tolist():
                 ax.text(j, i, int(layers[layer][1][head, i, j]), fontsize=7, ha="center", va="center",
                         color="white" if weights[i, j] > 0.5 else "black")
         ax.set_title(f"layer {layer + 1}, head {head + 1}")
-        ax.set_xticks(range(S), names if layer == len(layers) - 1 else [""] * S, fontsize=8,
-                      rotation=90 if max(map(len, names)) > 2 else 0)
-        ax.set_yticks(range(S), names if head == 0 else [""] * S, fontsize=8)
+        ax.set_xticks(range(S), names, fontsize=8)
+        ax.set_yticks(range(S), names, fontsize=8)
+        for label in ax.get_xticklabels():
+            label.set_rotation(90 if len(label.get_text()) > 2 else 0)
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label="weight", shrink=0.6, pad=0.01).outline.set_visible(False)
-    figure.suptitle(title)
+    figure.suptitle(f"{task.name} with {ATTENTIONS[model.config.attn].__name__}")
     in_cells = "; in a cell: TRA's distance n" if has_distances else ""
     figure.supxlabel(f"queries (y) and keys (x); gray: a weight of exactly zero{in_cells}", fontsize="small",
                      color="gray")
     return figure
 
 
-def skipped_share(reach):
-    """The share of key blocks that tra_blocked never met, (H,), by its reach (B, H, blocks)."""
+def skipped_share(q, k, v, log_forget, sparse=True, contextual=True):
+    """The share of key blocks that tra_blocked never looks at, (H,)."""
+    _, reach = tra_blocked(q, k, v, log_forget, sparse, contextual, return_reach=True)      # (B, H, blocks)
     possible = torch.arange(1, reach.size(-1) + 1, device=reach.device).expand_as(reach)
     return 1 - (reach + 1).sum((0, 2)) / possible.sum((0, 2))
 
 
 @torch.no_grad()
-def measure_gates(model, idx):
-    """What each head with a forget gate does when the model reads idx (B, T): [{layer, head, forget, ...}, ...].
-
-    forget: the gates' 10%, 50% and 90% quantiles. positive, the share of keys with S > 0, and skipped are TRA's.
-    """
-    rows, (B, T) = [], idx.shape
-    for layer, (attn, x) in enumerate(layers_of(model, idx), start=1):
-        if not hasattr(attn, "forget"):
-            continue
-        log_forget = attn.forget(x)                                                 # (B, H, T)
-        quantiles = torch.tensor([0.1, 0.5, 0.9], device=idx.device)
-        forget = log_forget.transpose(0, 1).flatten(1).quantile(quantiles, dim=1).T         # (H, 3)
-        heads = [dict(layer=layer, head=head, forget=f) for head, f in enumerate(forget.tolist(), start=1)]
-        if isinstance(attn, TRA):
-            q, k, v = attn.heads(x)
-            reach = tra_blocked(q, k, v, log_forget, attn.config.sparse, attn.config.contextual, return_reach=True)[1]
-            count = 0
-            for end in range(256, T + 256, 256):        # some rows at a time: T x T may not fit
-                scores = q[:, :, end - 256:end] @ k[:, :, :end].mT
-                count = count + ((scores > 0) & causal_mask(*scores.shape[2:], idx.device)).sum((0, 2, 3))      # (H,)
-            positive = count / (B * T * (T + 1) / 2)
-            for head, p, s in zip(heads, positive.tolist(), skipped_share(reach).tolist()):
-                head.update(positive=p, skipped=s)
-        rows += heads
-    return rows
+def measure_gates(attn, x):
+    """What the heads of an attention with a forget gate do with x (B, T, C): {title of a column: its values (H,)}."""
+    log_forget = attn.forget(x)                                                     # (B, H, T)
+    quantiles = torch.tensor([0.1, 0.5, 0.9], device=x.device)
+    low, median, high = log_forget.transpose(0, 1).flatten(1).quantile(quantiles, dim=1)    # (H,) each
+    columns = {"forget f: 10%": low, "median": median, "90%": high}
+    if isinstance(attn, TRA):
+        q, k, v = attn.heads(x)
+        # One head at a time: all of them may not fit.
+        positive = [(q[:, h] @ k[:, h].mT > 0).tril().sum() for h in range(q.size(1))]
+        pairs = x.size(0) * x.size(1) * (x.size(1) + 1) / 2
+        columns["keys with S > 0, %"] = 100 * torch.stack(positive) / pairs
+        skipped = skipped_share(q, k, v, log_forget, attn.config.sparse, attn.config.contextual)
+        columns["key blocks skipped, %"] = 100 * skipped
+    return columns
 
 
 def print_gates(runs, args):
     """A table for each run that has forget gates, over up to 100 examples, or over one window of the test text."""
-    found = 0
     for run in runs:
-        model, task = load(run, args.device, args.data)
-        split, count = list(task.splits)[1], 100
-        if task.metric == "perplexity":
-            window = max(map(int, args.windows or [4096]))
-            split, count = str(window), window + 1
-        x, _ = next(iter(task.test(split, count)))
-        rows = measure_gates(model, torch.from_numpy(x).to(model.head.weight.device))
-        cells = [["layer", "head", "forget f: 10%", "median", "90%", "keys with S > 0, %", "key blocks skipped, %"]]
-        for row in rows:
-            shares = [f"{100 * row[name]:.0f}" if name in row else "" for name in ("positive", "skipped")]
-            cells.append([str(row["layer"]), str(row["head"]), *(f"{f:.2f}" for f in row["forget"]), *shares])
-        if rows:
-            found += 1
-            print(f"{run}, reading {len(x)} x {x.shape[1]} tokens of {split}:", "", *markdown(cells), "", sep="\n")
-    if not found:
-        raise ValueError("none of these runs has forget gates; those of tra and fox do")
+        model, task = load(run, args.device)
+        if not hasattr(model.blocks[0].attn, "forget"):
+            print(f"{run}: {model.config.attn} has no forget gates\n")
+            continue
+        is_text = task.unit == "tokens"
+        split = args.split or list(task.splits)[-1 if is_text else 1]
+        x, _ = next(iter(task.test(split, int(split) + 1 if is_text else 100)))
+        idx = torch.from_numpy(x).to(model.head.weight.device)
+        cells = []
+        for layer, (attn, inputs) in enumerate(layers_of(model, idx), start=1):
+            columns = measure_gates(attn, inputs)
+            for head, values in enumerate(zip(*columns.values()), start=1):
+                cells.append([str(layer), str(head), *(f"{value:.2f}" for value in values)])
+        print(f"{run}, reading {len(x)} x {x.shape[1]} tokens of {split}:\n")
+        print("\n".join(markdown([["layer", "head", *columns], *cells])) + "\n")
 
 
 # -----------------------------------------------------------------------------
-# The command line
 
-
-def read_runs(runs, args):
-    """The records that the flags ask for, each with the run it comes from."""
-    records = []
-    for run in runs:
-        found = read_records(run)
-        if not found and args.kind == "losses":
-            settings = load_checkpoint(run)["args"]
-            found = [make_record(settings, open_task(settings), {})]
-        elif not found:
-            print(f"{run} was not tested yet and is left out", file=sys.stderr)
-        records += [record | {"run": run} for record in found if not args.attn or record["attn"] in args.attn]
-    if args.task:
-        records = [record for task in args.task for record in records if task in (record["task"], record.get("title"))]
-    if not records:
-        raise ValueError(f"{', '.join(args.runs)}: nothing to draw is left")
-    return records
-
-
-def draw(args):
-    """The figure that the flags ask for."""
-    runs = find_runs(args.runs)
-    if args.kind in ("attention", "speed") and len(runs) > 1:
-        raise ValueError(f"a picture of {args.kind} shows one at a time, not {len(runs)}")
-    if args.kind == "attention":
-        model, task = load(runs[0], args.device, args.data)
-        ids, names = choose_example(task, args.example)
-        layers = attention_weights(model, torch.tensor([ids], device=model.head.weight.device))
-        return draw_attention(f"{task.name} with {ATTENTIONS[model.config.attn].__name__}", names, layers)
-    if args.kind == "position":
-        return draw_position(runs, args)
-    if args.kind == "speed":
-        return draw_speed(runs[0])
-    records = read_runs(runs, args)
-    return draw_results(records) if args.kind == "results" else draw_losses(records)
+KINDS = {"results": draw_results, "losses": draw_losses, "attention": draw_attention, "position": draw_position,
+         "speed": draw_speed, "gates": print_gates}
 
 
 def main(argv=None):
     """Draw, save, and return the figure."""
-    def names(text):
-        return text.split(",")
-
     parser = argparse.ArgumentParser(prog="python -m extras.plot", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("kind", choices=("results", "losses", "attention", "position", "speed", "gates"), metavar="KIND",
-        help="results, losses, attention, position, speed or gates")
+    add("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     add("runs", nargs="*", default=["out"], metavar="RUN", help="folders that train.py wrote, patterns, folders of "
-        "runs (default: all in out/), .jsonl files of records; for speed, a file of extras.bench")
+        "runs (default: all in out/); for results also .jsonl files of records, for speed a file of extras.bench")
     add("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default KIND.png)")
-    add("--attn", type=names, metavar="A,A", help="results, losses: only these attentions")
-    add("--task", type=names, metavar="T,T", help="results, losses: only these tasks, in this order")
+    add("--attn", metavar="A,A", help="results, losses: only these attentions")
+    add("--task", metavar="T,T", help="results, losses: only these tasks, in this order")
     add("--example", metavar="TEXT", help="attention: the tokens to read (default: an example of the first test set)")
-    add("--windows", type=names, metavar="N,N", help="position, gates: the longest of these windows")
-    add("--examples", type=int, metavar="N", help="position: the first N tokens of the text (default: as tested)")
-    add("--data", metavar="DIR", help="the prepared text, if it is no longer where it was in training")
+    add("--split", metavar="S", help="position, gates: the test set to read (default: the first, or a text's longest "
+        "window)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
     args = parser.parse_args(argv)
+    runs = find_runs(args.runs)
     if args.kind == "gates":
-        return print_gates(find_runs(args.runs), args)
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("pictures need matplotlib: pip install matplotlib") from error
+        return print_gates(runs, args)
+    if matplotlib is None:
+        raise ValueError("pictures need matplotlib: pip install matplotlib")
+    if args.kind in ("attention", "speed") and len(runs) > 1:
+        raise ValueError(f"a picture of {args.kind} shows one at a time, not {len(runs)}")
     path = args.out or f"{args.kind}.png"
-    if not path.endswith((".png", ".svg", ".pdf")):
-        raise ValueError(f"{path} does not end in .png, .svg or .pdf")
-    with matplotlib.rc_context(LOOK), warnings.catch_warnings():
-        warnings.simplefilter("ignore")                 # about signs that the font lacks
-        figure = draw(args)
+    warnings.filterwarnings("ignore", "Glyph")          # a sign that the font lacks
+    with matplotlib.rc_context(LOOK):
+        figure = KINDS[args.kind](runs, args)
         figure.savefig(path, dpi=min(200, 20_000 / max(figure.get_size_inches())))
     print(f"wrote {path}")
     return figure

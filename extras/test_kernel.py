@@ -1,20 +1,24 @@
 """
 The fused kernel against tra_plain in float64, in Triton's interpreter on a CPU; and it must compile for three GPUs.
 
-    python -m pytest extras/test_kernel.py
+    pytest extras/test_kernel.py
     python -m extras.test_kernel            # registers and spills of every kernel
 """
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 if __name__ != "__main__":
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton was imported before its interpreter was asked for", allow_module_level=True)
@@ -40,16 +44,12 @@ def large_blocks(monkeypatch):
     monkeypatch.setattr(kernel, "COUNTS_PER_KEY", 2)
 
 
-def make_inputs(T, S, D=16, gate=None, integers=False):
-    """q, k, v and log_forget for two heads, as TRA's layer makes them; or q and k of -1, 0 and 1."""
+def make_inputs(T, S, D=16, gate=None):
+    """q, k, v and log_forget for two heads, as TRA's layer makes them; or with one gate for all."""
     generator = torch.Generator().manual_seed(T + S)
     q, k, v = (torch.randn(1, 2, n, D, generator=generator) for n in (T, S, S))
-    if integers:
-        q, k = (torch.randint(-1, 2, x.shape, generator=generator).float() for x in (q, k))
-    else:
-        q, k = F.rms_norm(q, (D,)), F.rms_norm(k, (D,))
     f = F.logsigmoid(torch.randn(1, 2, T, generator=generator)) if gate is None else torch.full((1, 2, T), gate)
-    return q, k, v, f
+    return F.rms_norm(q, (D,)), F.rms_norm(k, (D,)), v, f
 
 
 def output_and_gradients(attention, inputs, *settings):
@@ -59,36 +59,27 @@ def output_and_gradients(attention, inputs, *settings):
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
 
-def assert_agrees(inputs, *settings, tolerance=1e-5):
+def assert_agrees(inputs, *settings, plain=tra_plain, tolerance=1e-5):
+    """Compare with the plain form in float64, and return the kernel's output and gradients."""
     got = output_and_gradients(kernel.tra_fused, inputs, *settings)
-    want = output_and_gradients(tra_plain, [x.double() for x in inputs], *settings)
+    want = output_and_gradients(plain, [x.double() for x in inputs], *settings)
     for name, x, y in zip(("output", "dq", "dk", "dv", "df"), got, want):
         error = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
         assert error <= tolerance, f"{name} is off by {error:.1e}"
     return got
 
 
-@pytest.mark.parametrize("T, S", [(128, 128), (100, 100), (37, 150), (70, 130), (1, 90), (1, 1)])
-def test_full_rows_part_rows_and_odd_lengths(T, S):
-    assert_agrees(make_inputs(T, S))
+@pytest.mark.parametrize("T, S, sparse, contextual", [
+    (128, 128, True, True), (100, 100, True, True), (37, 150, True, True), (70, 130, True, True), (1, 90, True, True),
+    (1, 1, True, True), (75, 100, True, False), (75, 100, False, True), (75, 100, False, False)])
+def test_full_rows_part_rows_odd_lengths_and_ablations(T, S, sparse, contextual):
+    assert_agrees(make_inputs(T, S), sparse, contextual)
 
 
-@pytest.mark.parametrize("sparse, contextual", [(True, False), (False, True), (False, False)])
-def test_ablations(sparse, contextual):
-    assert_agrees(make_inputs(75, 100), sparse, contextual)
-
-
-def test_blocks_of_float32_and_wide_heads(monkeypatch):
-    monkeypatch.setattr(kernel, "block_sizes", lambda dtype, width: (16, 16))
-    assert_agrees(make_inputs(40, 50))
-
-
-def test_head_width_that_is_no_power_of_two():
+def test_small_blocks_and_head_widths_that_are_no_power_of_two(monkeypatch):
     assert_agrees(make_inputs(50, 70, D=20))
-    assert_agrees(make_inputs(5, 7, D=3))
-
-
-def test_too_wide_heads_are_refused():
+    monkeypatch.setattr(kernel, "block_sizes", lambda dtype, width: (16, 16))
+    assert_agrees(make_inputs(30, 40, D=3))
     with pytest.raises(ValueError, match="128"):
         kernel.tra_fused(*make_inputs(4, 4, D=130))
 
@@ -101,38 +92,28 @@ def test_rows_that_keep_nothing_and_a_row_that_keeps_only_the_first_key():
     q[:, :, 140:143] = 0
     q[:, :, 140, 3] = 2.0
     q[:, :, 141, 2] = 2.0
-    out, *gradients = assert_agrees((q, k, v, f))
+    out, *_ = assert_agrees((q, k, v, f))
     assert torch.allclose(out[:, :, 140], v[:, :, 0])
     assert not out[:, :, 141:143].any()
-    assert all(x.isfinite().all() for x in gradients)
-
-
-def test_a_high_score_far_away_is_not_forgotten():
-    q, k, v, f = make_inputs(1, 150, gate=-25.0)
-    # The last key has score 25 and distance 1, the first one score 60 and distance 2. No other is kept.
-    q[:], k[:] = 0, 0
-    q[..., 0], k[:, :, -1, 0], k[:, :, 0, 0] = 10, 10, 24
-    assert_agrees((q, k, v, f))
 
 
 @pytest.mark.parametrize("gate", [-0.1, -5.0])
 def test_scores_that_are_exactly_zero(gate):
-    assert_agrees(make_inputs(100, 100, gate=gate, integers=True))
+    q, k, v, f = make_inputs(100, 100, gate=gate)
+    assert_agrees((q.round().clamp(-1, 1), k.round().clamp(-1, 1), v, f))
 
 
-@pytest.mark.parametrize("gate", [0.0, -1e-6, -0.5, -30.0, -1e4])
-@pytest.mark.parametrize("size", [0.01, 30.0])
-def test_extreme_gates_and_norms(gate, size):
+@pytest.mark.parametrize("gate, norm", [(0.0, 0.01), (-1e-6, 30), (-0.5, 30), (-30.0, 0.01), (-1e4, 30)])
+def test_extreme_gates_and_norms(gate, norm):
     q, k, v, f = make_inputs(43, 90, gate=gate)
     # Logits in the thousands keep three decimals in float32. The last keys are the shortest, so the bound is loose.
     k = k * torch.linspace(2, 0.1, 90)[:, None]
-    assert_agrees((size * q, size * k, v, f), tolerance=1e-5 if size < 1 else 2e-3)
+    assert_agrees((norm * q, norm * k, v, f), tolerance=1e-5 if norm < 1 else 2e-3)
 
 
 def test_gates_by_head_and_by_query():
     q, k, v, f = make_inputs(70, 130, gate=0.0)
     f[:, 1] = -20
-    assert_agrees((q, k, v, f))
     f[:, :, ::3] = -3
     assert_agrees((q, k, v, f))
 
@@ -148,12 +129,10 @@ def test_early_exit_does_not_read_what_is_forgotten():
 
 def test_float16_and_the_mixed_dtypes_of_autocast():
     q, k, v, f = make_inputs(100, 130, D=32)
+    # Scores must not change their sign when q and k take the dtype of v.
     q, k = q.half().float(), k.half().float()
-    got = output_and_gradients(kernel.tra_fused, (q, k, v.half(), f))
-    want = output_and_gradients(tra_plain, [x.double() for x in (q, k, v.half(), f)])
+    got = assert_agrees((q, k, v.half(), f), tolerance=3e-3)
     assert [x.dtype for x in got] == [torch.float16, torch.float32, torch.float32, torch.float16, torch.float32]
-    for x, y in zip(got, want):
-        assert (x - y).abs().max() <= 3e-3 * y.abs().max()
 
 
 def test_dropout_drops_the_right_share_and_the_same_weights_in_both_passes():
@@ -166,14 +145,11 @@ def test_dropout_drops_the_right_share_and_the_same_weights_in_both_passes():
     assert (dropped - whole * mask).abs().max() <= 1e-6
     assert abs((dropped[whole > 0] != 0).double().mean() - 0.7) < 0.04
 
-    def with_this_mask(q, k, v, f):
+    def plain_with_this_mask(q, k, v, f, *settings):
         return tra_plain(q, k, identity.double(), f) * mask.double() @ v
 
     torch.manual_seed(5)
-    got = output_and_gradients(kernel.tra_fused, (q, k, v, f), True, True, 0.3)
-    want = output_and_gradients(with_this_mask, [x.double() for x in (q, k, v, f)])
-    for x, y in zip(got, want):
-        assert (x - y).abs().max() <= 1e-5 * y.abs().max().clamp(min=1)
+    assert_agrees((q, k, v, f), True, True, 0.3, plain=plain_with_this_mask)
 
 
 def test_memory_is_linear_in_the_length(monkeypatch):
@@ -208,7 +184,6 @@ def scale_gradient(x):
     lambda q, k, v, f: 1.001 * tra_plain(q, k, v, f),
     lambda q, k, v, f: torch.nan * tra_plain(q, k, v, f),
     lambda q, k, v, f: tra_plain(q + 1e-3, k, v, f),
-    lambda q, k, v, f: tra_plain(q, k, v, f, contextual=False),
     lambda q, k, v, f: tra_plain(scale_gradient(q), k, v, f),
     lambda q, k, v, f: tra_plain(q, scale_gradient(k), v, f),
     lambda q, k, v, f: tra_plain(q, k, scale_gradient(v), f),
@@ -240,7 +215,7 @@ def compile_for(function, capability, dtype, dropout_p):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage).groups()
     return int(registers), int(stack) + int(local)
@@ -248,17 +223,15 @@ def compile_for(function, capability, dtype, dropout_p):
 
 def test_every_kernel_compiles_for_three_gpus_without_spilling():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command, root = [sys.executable, "-m", "extras.test_kernel"], os.path.dirname(os.path.dirname(__file__))
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "extras.test_kernel"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(" 0 bytes spilled") == 36, run.stdout
 
 
 if __name__ == "__main__":
-    for capability in (80, 86, 90):
-        for name in ("forward_kernel", "backward_q_kernel", "backward_k_kernel"):
-            for dtype in ("bf16", "fp32"):
-                for dropout_p in (0.0, 0.1):
-                    registers, spilled = compile_for(getattr(kernel, name), capability, dtype, dropout_p)
-                    case = f"sm_{capability} {name:17s} {dtype} dropout {dropout_p}"
-                    print(f"{case}: {registers} registers, {spilled} bytes spilled", flush=True)
+    names = ("forward_kernel", "backward_q_kernel", "backward_k_kernel")
+    for capability, name, dtype, dropout_p in itertools.product((80, 86, 90), names, ("bf16", "fp32"), (0.0, 0.1)):
+        registers, spilled = compile_for(getattr(kernel, name), capability, dtype, dropout_p)
+        print(f"sm_{capability} {name:17s} {dtype} dropout {dropout_p}: {registers} registers, "
+              f"{spilled} bytes spilled", flush=True)
