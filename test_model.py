@@ -536,11 +536,13 @@ def assert_same_run(run, untouched):
 def test_a_run_killed_at_random_moments_ends_as_if_never_touched(tmp_path, task):
     rng, run = random.Random(task), tmp_path / "run"
     flags = flags_for(task, "--attn", "tra", "--dropout", 0.2, "--eval-every", 3)
+    start = time.time()
     train(*flags, "--out", tmp_path / "untouched")
+    duration = time.time() - start
     for _ in range(12):
         save_every = rng.choice((0, 0.01))
         pid = in_a_fork(lambda: resume_if_started(*flags, "--save-every", save_every, out=run))
-        time.sleep(rng.uniform(0, 0.15))
+        time.sleep(rng.uniform(0, duration / 2))
         os.kill(pid, signal.SIGKILL)
         assert exit_code(pid) in (0, -signal.SIGKILL)
     resume_if_started(*flags, out=run)
