@@ -72,10 +72,11 @@ def learning_rate(step, args):
 
 def make_optimizer(model, args):
     """AdamW. Another one may stand here; resuming restores whatever state it has."""
-    # Matrices decay, vectors do not: decay would pull the bias of a forget gate, and so an open gate, shut.
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=args["weight_decay"]), dict(params=vectors, weight_decay=0.0)]
+    # Matrices decay. Vectors and forget gates do not: decay pulls f to log(1/2), and closes gates that should be open.
+    decayed, others = [], []
+    for name, p in model.named_parameters():
+        (decayed if p.dim() > 1 and "forget" not in name else others).append(p)
+    groups = [dict(params=decayed, weight_decay=args["weight_decay"]), dict(params=others, weight_decay=0.0)]
     return torch.optim.AdamW(groups, betas=(0.9, args["beta2"]), fused=True)
 
 
@@ -283,7 +284,7 @@ def make_parser():
     add("--accumulate", type=int, default=1, help="run each batch in this many parts, to save memory")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--warmup", type=float, default=0.05, help="share of the steps in which the learning rate rises")
-    add("--weight-decay", type=float, default=0.01, help="of all matrices")
+    add("--weight-decay", type=float, default=0.01, help="of all matrices but the forget gates'")
     add("--beta2", type=float, default=0.999, help="decay of the squared gradients")
     add("--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0: no limit")
     add = parser.add_argument_group("machine").add_argument
