@@ -4,7 +4,7 @@ WikiText-2, WikiText-103 or any text of your own, as token ids on disk.
     python data.py                                      # WikiText-2 (4.7 MB) as bytes: the laptop preset trains on it
     python data.py wikitext-103 --tokenizer gpt2        # WikiText-103 (192 MB) as GPT-2 tokens: the paper's setting
     python data.py book.txt                             # any UTF-8 text, split 90/5/5; makes data/book-byte/
-    python data.py wikitext-2-raw-v1.zip                # a copy of WikiText's zip, or a folder with its three files
+    python data.py copy.zip --out data/wikitext-2-byte  # a copy of WikiText's zip, or a folder with its three files
 
 A prepared folder holds train.bin, val.bin, test.bin (token ids as little-endian uint16, no header) and meta.json:
 tokenizer and vocab_size; tokens and bytes of each split; source and sha256 of the text.
@@ -106,16 +106,14 @@ def download(name):
 
 
 def read_source(source):
-    """The three parts of a text as bytes, and the sha256 of the whole."""
+    """The three parts of a text as bytes."""
     path = Path(source)
     if path.is_dir():
         files = {file.name: file.read_bytes for file in path.iterdir()}
-        digest = None
     else:
         content = download(source) if source in MIRRORS else path.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
         if not zipfile.is_zipfile(io.BytesIO(content)):
-            return split_text(content), digest
+            return split_text(content)
         # Members of a zip are read, never extracted to a path of their choice.
         archive = zipfile.ZipFile(io.BytesIO(content))
         files = {name.split("/")[-1]: functools.partial(archive.read, name) for name in archive.namelist()}
@@ -123,7 +121,7 @@ def read_source(source):
              if name in (f"wiki.{theirs}.raw", f"wiki.{theirs}.tokens")}
     if len(texts) < len(SPLITS):
         raise ValueError(f"{path} does not hold wiki.train, wiki.valid and wiki.test, each .raw or .tokens")
-    return texts, digest or hashlib.sha256(b"".join(texts.values())).hexdigest()
+    return texts
 
 
 def prepare(source, tokenizer_name="byte", out=None):
@@ -135,8 +133,9 @@ def prepare(source, tokenizer_name="byte", out=None):
     if (out / "meta.json").exists():
         raise FileExistsError(f"{out} is already there: train on it, delete it first, or choose another --out")
     encode, _ = tokenizer(tokenizer_name)
-    texts, digest = read_source(source)
-    meta = dict(tokenizer=tokenizer_name, vocab_size=VOCAB_SIZE[tokenizer_name], source=name, sha256=digest,
+    texts = read_source(source)
+    meta = dict(tokenizer=tokenizer_name, vocab_size=VOCAB_SIZE[tokenizer_name], source=name,
+                sha256=hashlib.sha256(b"".join(texts.values())).hexdigest(),
                 bytes={split: len(text) for split, text in texts.items()}, tokens={})
     out.mkdir(parents=True, exist_ok=True)
     for split, text in texts.items():
@@ -210,9 +209,9 @@ class Text:
         return {"train": self.window} | {str(w): w for w in windows if w < len(self.tokens["test"])}
 
     def batch(self, split, seed, step, size):
-        """Random windows of the training text, and the tokens that follow."""
+        """Random windows of the training text, and the tokens that follow. Tests do not come from here."""
         tokens = self.tokens["train"]
-        # 103 keeps these numbers apart from those of the other tasks.
+        # The first number stands where other tasks have that of the split.
         starts = np.random.default_rng([103, seed, step]).integers(len(tokens) - self.window, size=size)
         rows = tokens[starts[:, None] + np.arange(self.window + 1)].astype(np.int64)       # (size, window + 1)
         return rows[:, :-1], rows[:, 1:]

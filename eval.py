@@ -31,6 +31,8 @@ import os
 import statistics
 import sys
 
+from dataclasses import asdict
+
 import torch
 import torch.nn.functional as F
 
@@ -104,12 +106,12 @@ def measure(model, task, split, count):
         examples, right_examples = examples + len(y), right_examples + is_right.all(1).sum().item()
         tokens, right_tokens = tokens + scored.sum().item(), right_tokens + (is_right & scored).sum().item()
         nats += loss.double().sum().item()
-    perplexity = math.exp(min(nats / tokens, 27))       # worse than 5e11 is no more a number to read
+    perplexity = math.exp(min(nats / tokens, 27))       # at most 5e11: larger ones mean nothing
     return {"exact match": right_examples / examples, "right tokens": right_tokens / tokens, "perplexity": perplexity,
             "loss": nats / tokens, "examples": examples, "tokens": tokens}
 
 
-# Flags that do not change the trained model, or are told elsewhere: they name neither a folder nor a row.
+# Flags that do not change the trained model, or are in the name already: they name neither a folder nor a row.
 NOT_SETTINGS = ("attn", "task", "scale", "seed", "examples", "out", "resume", "overwrite", "device", "compile",
                 "log_every", "eval_every", "save_every")
 
@@ -131,7 +133,9 @@ def make_record(args, task, measured):
 
 def name_rows(records):
     """A name for each record: its attention, and every setting in which these records differ beside the seed."""
-    settings = [record["settings"] | {"examples": record["examples"]} for record in records]
+    # A record of before a field was added has that field's default.
+    usual = {name: value for name, value in asdict(GPTConfig()).items() if name not in ("attn", "vocab_size")}
+    settings = [usual | record["settings"] | {"examples": record["examples"]} for record in records]
     differ = [name for name in dict.fromkeys(name for s in settings for name in s)
               if len({json.dumps(s.get(name)) for s in settings}) > 1]
     names = []
@@ -282,13 +286,13 @@ def print_mistakes(run, model, task, splits, examples, wanted):
     print(f"{run}: no more mistakes in {examples} examples of {', '.join(splits)}")
 
 
-def continue_text(model, task, prompt, count, temperature, top_k, seed):
+def continue_text(model, task, prompt, count, temperature, seed):
     ids = task.encode(prompt)
     if not ids:
         raise ValueError("--prompt is empty; give it at least one character")
     torch.manual_seed(seed)
     idx = torch.tensor([ids], device=model.head.weight.device)
-    return task.decode(model.generate(idx, count, temperature, top_k)[0].tolist())
+    return task.decode(model.generate(idx, count, temperature)[0].tolist())
 
 
 def main(argv=None):
@@ -303,7 +307,7 @@ def main(argv=None):
                         "the first N tokens of a test text")
     parser.add_argument("--split", "--windows", metavar="S,S", type=names,
                         help="only these test sets, such as 2x,4x, or for a text windows of any size")
-    parser.add_argument("--task", metavar="T,T", type=names, help="only records of these tasks, or with these titles")
+    parser.add_argument("--task", metavar="T,T", type=names, help="only these tasks, or titles of a .jsonl file")
     parser.add_argument("--summary", action="store_true", help="one small table: a row per test set, a column per "
                         "attention, at the best of its settings")
     parser.add_argument("--tokens", action="store_true", help="a table of right tokens instead of right sequences")
@@ -311,11 +315,12 @@ def main(argv=None):
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead; for a synthetic task, its tokens")
     parser.add_argument("--count", type=int, default=200, metavar="N", help="tokens to write (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: the likeliest (default 0.8)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens only")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice (default 0)")
     parser.add_argument("--data", metavar="DIR", help="the prepared text, if it is no longer where it was in training")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
     args = parser.parse_args(argv)
+    if args.examples is not None and args.examples < 2:
+        parser.error("--examples must be at least 2")
     records = []
     for run in find_runs(args.runs):
         is_record = run.endswith(".jsonl")
@@ -323,13 +328,15 @@ def main(argv=None):
             records += choose(read_records(run), args.task, args.split)
             continue
         model, task = load(run, args.device, args.data)
+        if args.task and task.name not in args.task:
+            continue
         settings = load_checkpoint(run)["args"]
         settings["examples"] = args.examples or settings["examples"]
         splits = args.split or list(task.splits)[1:]
         if args.mistakes:
             print_mistakes(run, model, task, splits, settings["examples"], args.mistakes)
         elif args.prompt is not None:
-            text = continue_text(model, task, args.prompt, args.count, args.temperature, args.top_k, args.seed)
+            text = continue_text(model, task, args.prompt, args.count, args.temperature, args.seed)
             print(f"{run}: {text}")
         else:
             measured = {split: measure(model, task, split, settings["examples"]) for split in splits}

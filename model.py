@@ -35,10 +35,8 @@ def causal_mask(T, S, device):
 def sdpa(q, k, v, dropout_p, bias=None):
     """softmax(q k^T / sqrt(D) + bias) v over the causal keys, by torch's own kernels; bias (T, S) or (B, H, T, S)."""
     T, S = q.size(2), k.size(2)
-    if bias is None and (T == 1 or T == S):
-        # A single query sees every key. The plain True or False is for torch.compile, where T == S is a symbol.
-        is_causal = True if T == S else False
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+    if bias is None and T == S:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     mask = causal_mask(T, S, q.device)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -94,7 +92,7 @@ def count_back(counted, dtype):
 
 
 def tra_attention(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
-    """tra_plain or, for long sequences, a faster form of it from extras/. They agree up to rounding."""
+    """tra_plain or, where that pays, a faster form of it from extras/. They agree up to rounding."""
     attention = tra_plain
     if q.size(2) >= (1024 if q.is_cuda else 128):
         try:
@@ -112,8 +110,8 @@ def rope_attention(q, k, v, theta, dropout_p=0.0):
     """
     S, D = k.shape[2:]
     wide = torch.promote_types(k.dtype, torch.float32)                              # positions need float32
-    speed = theta ** (-torch.arange(0, D, 2, device=k.device, dtype=wide) / D)      # (D/2,)
-    angle = torch.arange(S, device=k.device, dtype=wide)[:, None] * speed           # (S, D/2)
+    inv_freq = theta ** (-torch.arange(0, D, 2, device=k.device, dtype=wide) / D)   # (D/2,)
+    angle = torch.arange(S, device=k.device, dtype=wide)[:, None] * inv_freq        # (S, D/2)
     cos, sin = angle.cos(), angle.sin()
 
     def rotate(x):
@@ -146,8 +144,8 @@ def cope_attention(q, k, v, pos_emb, dropout_p=0.0):
     pos = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=pos_emb.size(-1) - 1)        # (B, H, T, S)
     by_entry = q @ pos_emb                                                          # (B, H, T, npos)
     low, high = pos.floor().long(), pos.ceil().long()
-    part = pos - low                                                                # 0 at low, 1 at high
-    bias = by_entry.gather(-1, low) * (1 - part) + by_entry.gather(-1, high) * part
+    share = pos - low                                                               # 0 at low, 1 at high
+    bias = by_entry.gather(-1, low) * (1 - share) + by_entry.gather(-1, high) * share
     weights = (scores + bias).masked_fill(~mask, -torch.inf).softmax(-1)
     return F.dropout(weights, dropout_p) @ v
 
@@ -187,20 +185,11 @@ def fox_attention(q, k, v, log_forget, dropout_p=0.0):
 
 
 def remember(cache, name, new):
-    """Append new (B, H, T, ...) to what the cache holds under this name and return all of it. No cache: just new.
-
-    It is written in place, with room to grow, so that a token does not cost a copy of all tokens before it.
-    """
+    """Append new (B, H, T, ...) to what the cache holds under this name and return all of it. No cache: just new."""
     if cache is None:
         return new
-    room, used = cache.get(name, (new[:, :, :0], 0))
-    total = used + new.size(2)
-    if total > room.size(2):
-        more = new.new_empty(*new.shape[:2], total - used + 256, *new.shape[3:])
-        room = torch.cat((room[:, :, :used], more), dim=2)
-    room[:, :, used:total] = new
-    cache[name] = room, total
-    return room[:, :, :total]
+    cache[name] = torch.cat((cache[name], new), dim=2) if name in cache else new
+    return cache[name]
 
 
 class Attention(nn.Module):
@@ -236,8 +225,7 @@ class ForgetGate(nn.Linear):
 
     def __init__(self, config):
         super().__init__(config.n_embd, config.n_head)
-        with torch.no_grad():
-            self.bias += config.forget_bias
+        self.bias.data += config.forget_bias
 
     def forward(self, x):
         return F.logsigmoid(widen(super().forward(x))).transpose(1, 2)
@@ -313,7 +301,7 @@ class GPTConfig:
     n_embd: int = setting(256, "width of the model; divisible by the number of heads")
     dropout: float = setting(0.01, "on attention weights and on the MLP's hidden units")
     embd_std: float = setting(0.3, "standard deviation of the token embeddings at the start")
-    rope_theta: float = setting(500_000.0, "RoPE: base of the speeds at which pairs turn")
+    rope_theta: float = setting(500_000.0, "RoPE: base of the rotation frequencies")
     cope_npos: int = setting(64, "CoPE: number of learned positions")
     forget_bias: float = setting(0.0, "TRA, FoX: added to the gates' bias at the start; higher forgets less")
     sparse: bool = setting(True, "TRA: keys whose score is not positive leave the softmax")

@@ -2,7 +2,7 @@
 Four synthetic tasks for length generalisation: train on short sequences, test on longer ones.
 
 flipflop   remember one bit for as long as it takes        Liu et al. 2023, arXiv 2306.00946
-copy       repeat a sequence, symbols with replacement     Zhou et al. 2023, arXiv 2310.16028
+copy       repeat a sequence in which symbols may recur    Zhou et al. 2023, arXiv 2310.16028
 induct     find a symbol, say what followed it
 instruct   copy, reverse, first or last, as told
 
@@ -27,7 +27,7 @@ SYMBOLS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Task:
-    """What the tasks share. A task has a vocabulary, splits, its sizes at each scale, and sample().
+    """What the tasks share. A task has vocab, scales (its sizes at each scale), sample(), and maybe splits of its own.
 
     Its fields are its sizes, and each becomes a flag. splits maps a name to what sample() needs to make that kind of
     example; the first, "train", is for training, the others are test sets. (Append new ones at the end: the number of a
@@ -92,9 +92,9 @@ class Task:
     def symbol_names(self):
         return [SYMBOLS[i] if i < len(SYMBOLS) else f"s{i}" for i in range(self.symbols)]
 
-    def multiples(self, of):
+    def multiples(self, factors):
         """{"1x": L, "1.5x": 1.5 L, ...}: test lengths by name."""
-        return {f"{m:g}x": int(m * self.length) for m in of}
+        return {f"{factor:g}x": int(factor * self.length) for factor in factors}
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Instruct(Task):
 
         <reverse> c a f <sep> [f] [a] [c] [<eos>]        <last> c a f <sep> [f] [<eos>]        (length 3)
 
-    Of nothing, every instruction makes nothing: <first> <sep> [<eos>]. After its answer a row is filled with <eos>,
+    The answer to an empty sequence is <eos> alone: <first> <sep> [<eos>]. After its answer a row is filled with <eos>,
     unscored. Training practises most what is hardest: long answers twice as often, and the longest of three lengths.
     """
     symbols: int = field(metadata={"help": "number of different symbols"})

@@ -56,7 +56,7 @@ PRESETS = {
     },
 }
 # A resumed run may change these. Everything else stays as it was started.
-CHANGEABLE = ("steps", "examples", "device", "compile", "data", "log_every", "eval_every", "save_every")
+CHANGEABLE = ("steps", "examples", "device", "dtype", "compile", "data", "log_every", "eval_every", "save_every")
 
 # -----------------------------------------------------------------------------
 # Training
@@ -71,7 +71,7 @@ def learning_rate(step, args):
 
 
 def make_optimizer(model, args):
-    """AdamW. Another one may stand here; resuming restores whatever state it has."""
+    """AdamW. Another one may stand here: a run that was started with it resumes with it."""
     # Matrices decay. Vectors and forget gates do not: decay pulls f to log(1/2), and closes gates that should be open.
     decayed, others = [], []
     for name, p in model.named_parameters():
@@ -108,15 +108,16 @@ def ask_to_stop(signum, frame):
 
 
 def train(args):
-    """Train from scratch or go on, then test. Everything is written into the folder of the run."""
+    """Train from scratch or go on, then test. All of it goes into the folder of the run; returns its eval.json."""
+    args = dict(args)
     out, resume, overwrite = args.pop("out"), args.pop("resume"), args.pop("overwrite")
     ckpt_path, log_path, eval_path = (os.path.join(out, name) for name in ("ckpt.pt", "log.jsonl", "eval.json"))
     if os.path.exists(ckpt_path) and not resume and not overwrite:
         raise FileExistsError(f"{out} already holds a run: --resume goes on with it, --overwrite starts anew")
     device = pick_device(args["device"])
-    kind = torch.device(device).type
+    device_type = torch.device(device).type
     if args["dtype"] == "auto":
-        is_native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        is_native = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         args["dtype"] = "bfloat16" if is_native else "float32"
 
     # Task, model, optimizer
@@ -130,7 +131,7 @@ def train(args):
     # Where to start. Dropout draws from torch's generators; the data depends on seed and step alone. rows is the log so
     # far, history the loss and the gradient norm of each step since its last row.
     torch.manual_seed(args["seed"])
-    generators = [torch] if kind == "cpu" else [torch, torch.get_device_module(kind)]
+    generators = [torch] if device_type == "cpu" else [torch, torch.get_device_module(device_type)]
     first, rows, seconds, history = 0, [], 0.0, []
     if resume:
         ckpt = load_checkpoint(out)
@@ -148,7 +149,7 @@ def train(args):
 
     # What is compiled is the loss: a compiled model that also returned its logits would make a gradient for them.
     def compute_loss(x, y):
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=args["dtype"] == "bfloat16"):
+        with torch.autocast(device_type, dtype=torch.bfloat16, enabled=args["dtype"] == "bfloat16"):
             return model(x, y)[1]
 
     if args["compile"]:
@@ -156,7 +157,7 @@ def train(args):
 
     def get_batch(step):
         batch = (torch.from_numpy(array) for array in task.batch("train", args["seed"], step, args["batch"]))
-        if kind == "cuda":
+        if device_type == "cuda":
             # The copy does not wait for the device, which is still busy with the last step.
             return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
         return [tensor.to(device) for tensor in batch]
@@ -178,7 +179,7 @@ def train(args):
     os.makedirs(out, exist_ok=True)
     start = saved = time.time()
     done, tokens, validated = first, 0, ""
-    # Save first, then drop what an older run, or one that was killed after its last checkpoint, has left here.
+    # The checkpoint comes before the log, which is written anew from it: a kill between the two does no harm.
     save(first)
     log = open(log_path, "w", encoding="utf-8")
     log.writelines(json.dumps(row) + "\n" for row in rows)
@@ -215,8 +216,9 @@ def train(args):
         if args["eval_every"] and done % args["eval_every"] == 0:
             found = measure(model, task, *task.validation)
             model.train()
-            write_log(step=done, val_loss=found["loss"], val_exact_match=found["exact match"])
-            validated = f"  validation {found[task.metric]:.3f}"
+            write_log(step=done, val_loss=found["loss"], val_exact_match=found["exact match"],
+                      val_right_tokens=found["right tokens"])
+            validated = f"  validation {found[task.metric]:.3f}, {found['right tokens']:.1%} of tokens right"
         if is_time_to_log:
             history.clear()
             speed, left = tokens / (now - start), (now - start) / (done - first) * (args["steps"] - done)
@@ -242,6 +244,7 @@ def train(args):
     write_whole(eval_path, lambda file: file.write((json.dumps(record, indent=1) + "\n").encode()))
     show(f"trained and tested in {record['seconds']} seconds", end="\n")
     print("\n" + table([record]) + "\n" + table([record], "right_tokens"), end="")
+    return record
 
 
 # -----------------------------------------------------------------------------
@@ -252,13 +255,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     pass
 
 
-def add_fields(group, kind):
+def add_fields(group, cls):
     """A flag for each field of a dataclass that has no flag yet."""
-    for field in fields(kind):
+    for field in fields(cls):
         how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
         default = argparse.SUPPRESS if field.default is MISSING else field.default
         if field.name not in ("attn", "data", "vocab_size"):
-            flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+            flag, text = "--" + field.name.replace("_", "-"), field.metadata.get("help", field.name)
             group.add_argument(flag, default=default, help=text, **how)
 
 
@@ -273,9 +276,9 @@ def make_parser():
     add("--data", default=argparse.SUPPRESS, help="a text that data.py prepared; no --task is needed then")
     add("--scale", choices=PRESETS, default="laptop", help="which preset")
     add("--seed", type=int, default=0, help="of the weights, the data and the dropout")
-    add("--examples", type=int, default=500, help="in each test set; of a text, how many tokens of it")
+    add("--examples", type=int, default=500, help="examples in each test set; for a text, tokens of it")
     add("--out", default=argparse.SUPPRESS, help="folder of the run, if not out/{task}-{attn}-s{seed} and the like")
-    add("--resume", action="store_true", help="go on with the run in that folder")
+    add("--resume", action="store_true", help="go on with the run in that folder; with other --steps, name it by --out")
     add("--overwrite", action="store_true", help="start anew, even if that folder holds a run")
     add_fields(parser.add_argument_group("model"), GPTConfig)
     add = parser.add_argument_group("optimisation: AdamW, linear warm-up, then cosine decay to zero").add_argument
@@ -284,7 +287,7 @@ def make_parser():
     add("--accumulate", type=int, default=1, help="run each batch in this many parts, to save memory")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--warmup", type=float, default=0.05, help="share of the steps in which the learning rate rises")
-    add("--weight-decay", type=float, default=0.01, help="of all matrices but the forget gates'")
+    add("--weight-decay", type=float, default=0.01, help="decay of all matrices but the forget gates'")
     add("--beta2", type=float, default=0.999, help="decay of the squared gradients")
     add("--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0: no limit")
     add = parser.add_argument_group("machine").add_argument
@@ -304,9 +307,9 @@ def parse_flags(argv=None):
     chosen = vars(parser.parse_known_args(argv)[0])
     task = chosen.get("task", "wikitext" if "data" in chosen else None)
     if task:
-        kind, presets = TASKS.get(task, Text), PRESETS[chosen["scale"]]
-        add_fields(parser.add_argument_group(f"size of {task}"), kind)
-        parser.set_defaults(task=task, **kind.scales[chosen["scale"]], **presets.get(task, presets["copy"]))
+        cls, presets = TASKS.get(task, Text), PRESETS[chosen["scale"]]
+        add_fields(parser.add_argument_group(f"size of {task}"), cls)
+        parser.set_defaults(task=task, **cls.scales[chosen["scale"]], **presets.get(task, presets["copy"]))
     parser.add_argument("-h", "--help", action="help", help="show this, with the values of the preset of --task")
     args = vars(parser.parse_args(argv))
     if not ("attn" in args and "task" in args):
@@ -324,7 +327,9 @@ def name_run(args, parser):
     parts += [args["scale"]] if args["scale"] != "laptop" else []
     for name, value in args.items():
         if value != parser.get_default(name) and name not in (*NOT_SETTINGS, "data"):
-            text = f"{name}{value}" if not isinstance(value, bool) else name if value else f"no-{name}"
+            text = f"{name}{value}"
+            if isinstance(value, bool):
+                text = name if value else f"no-{name}"
             parts.append(text.replace("_", "-"))
     return os.path.join("out", "-".join([*parts, f"s{args['seed']}"]))
 
