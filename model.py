@@ -37,6 +37,8 @@ def sdpa(q, k, v, dropout_p, bias=None):
     T, S = q.size(2), k.size(2)
     if bias is None and T == S:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    if bias is None and T == 1:         # a single query sees every key
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
     mask = causal_mask(T, S, q.device)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -185,11 +187,20 @@ def fox_attention(q, k, v, log_forget, dropout_p=0.0):
 
 
 def remember(cache, name, new):
-    """Append new (B, H, T, ...) to what the cache holds under this name and return all of it. No cache: just new."""
+    """Append new (B, H, T, ...) to what the cache holds under this name and return all of it. No cache: just new.
+
+    It is written in place, with room to grow, so that a token does not cost a copy of all tokens before it.
+    """
     if cache is None:
         return new
-    cache[name] = torch.cat((cache[name], new), dim=2) if name in cache else new
-    return cache[name]
+    room, used = cache.get(name, (new[:, :, :0], 0))
+    total = used + new.size(2)
+    if total > room.size(2):
+        more = new.new_empty(*new.shape[:2], total - used + 256, *new.shape[3:])
+        room = torch.cat((room[:, :, :used], more), dim=2)
+    room[:, :, used:total] = new
+    cache[name] = room, total
+    return room[:, :, :total]
 
 
 class Attention(nn.Module):
