@@ -1,9 +1,7 @@
 """
 TRA for long sequences: tra_plain without T x S tensors, and without the work that forgetting makes pointless.
 
-model.py calls tra_for_long_sequences() from 128 queries on (1,024 on CUDA). Blocks with a running softmax are
-FlashAttention's idea (arXiv 2205.14135); to stop where the rest is provably forgotten is that of Adaptive Computation
-Pruning (arXiv 2504.06949), carried over to TRA.
+model.py calls tra_for_long_sequences() from 128 queries on (1,024 on CUDA).
 """
 
 import functools
@@ -41,6 +39,9 @@ def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0
     key still ahead weighs at most exp(b_i + f_i * n). A block stops when, for all its queries, the number of keys times
     that is at most eps (of the dtype) times the weight so far: the keys that are skipped move the output by no more
     than 2 eps max|v|, which is rounding error. A query that has kept nothing so far walks on.
+
+    Blocks with a running softmax are FlashAttention's idea (arXiv 2205.14135); to stop where the rest is provably
+    forgotten is that of Adaptive Computation Pruning (arXiv 2504.06949), carried over to TRA.
 
     With return_reach, also returns how many blocks to the left each block of queries walked, (B, H, blocks).
     """
