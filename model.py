@@ -385,23 +385,22 @@ class GPT(nn.Module):
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
-    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """Continue idx (B, T) to (B, T + max_new_tokens); temperature 0 always takes the likeliest token."""
         was_training = self.training
         self.eval()
-        cache, new = [{} for _ in self.blocks], idx
-        for _ in range(max_new_tokens):
-            logits = self(new, cache=cache)[0][:, -1].float()                       # (B, V)
-            if top_k is not None:
-                logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
-            if temperature < 1e-6:
-                new = logits.argmax(-1, keepdim=True)                               # (B, 1)
-            else:
-                new = torch.multinomial((logits / temperature).softmax(-1), num_samples=1)
-            idx = torch.cat((idx, new), dim=1)
+        cache, tokens = [{} for _ in self.blocks], [idx]
+        with torch.inference_mode():
+            for _ in range(max_new_tokens):
+                logits = self(tokens[-1], cache=cache)[0][:, -1].float()            # (B, V)
+                if top_k is not None:
+                    logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
+                if temperature < 1e-6:
+                    tokens.append(logits.argmax(-1, keepdim=True))                  # (B, 1)
+                else:
+                    tokens.append(torch.multinomial((logits / temperature).softmax(-1), num_samples=1))
         self.train(was_training)
-        return idx
+        return torch.cat(tokens, dim=1)         # outside of inference mode: a tensor that a model can be trained on
 
 
 # -----------------------------------------------------------------------------

@@ -251,6 +251,7 @@ def test_generate(attn):
     assert model.training and out.shape == (2, 13) and torch.equal(out[:, :5], idx)
     assert torch.equal(model.generate(idx, 8, top_k=1), out)
     assert torch.equal(model.eval()(out)[0][:, 4:-1].argmax(-1), out[:, 5:])
+    model(out, out)[1].backward()                   # what was generated can be trained on
     torch.manual_seed(1)
     sampled = model.generate(idx, 30, temperature=5.0)
     torch.manual_seed(1)
