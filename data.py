@@ -21,7 +21,6 @@ import json
 import os
 import re
 import sys
-import time
 import urllib.request
 import zipfile
 from dataclasses import dataclass, field
@@ -30,15 +29,15 @@ from pathlib import Path
 import numpy as np
 
 HUB = "https://huggingface.co/datasets"
-MIRRORS = {         # the first that delivers the right sha256 is taken
-    "wikitext-2": ["https://wikitext.smerity.com/wikitext-2-raw-v1.zip",
-                   f"{HUB}/ggml-org/ci/resolve/927b3642933080f1b0e811e2f916e14c292992f9/wikitext-2-raw-v1.zip"],
-    "wikitext-103": ["https://wikitext.smerity.com/wikitext-103-raw-v1.zip",
-                     f"{HUB}/mattdangerw/wikitext-103-raw/resolve/3555105b17ae31cc619a136fac72dbe2865c3738/"
-                     "wikitext-103-raw-v1.zip"],
+WIKITEXTS = {       # name: the sha256 of its zip, and where to find it
+    "wikitext-2": ("ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11", [
+        "https://wikitext.smerity.com/wikitext-2-raw-v1.zip",
+        f"{HUB}/ggml-org/ci/resolve/927b3642933080f1b0e811e2f916e14c292992f9/wikitext-2-raw-v1.zip"]),
+    "wikitext-103": ("91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794", [
+        "https://wikitext.smerity.com/wikitext-103-raw-v1.zip",
+        f"{HUB}/mattdangerw/wikitext-103-raw/resolve/3555105b17ae31cc619a136fac72dbe2865c3738/"
+        "wikitext-103-raw-v1.zip"]),
 }
-SHA256 = {"wikitext-2": "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
-          "wikitext-103": "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794"}
 SPLITS = {"train": "train", "val": "valid", "test": "test"}         # our name: WikiText's
 VOCAB_SIZE = {"byte": 256, "gpt2": 50257}
 
@@ -81,26 +80,24 @@ def split_text(text):
 
 
 def download(name):
-    """The zip of a WikiText, from the first mirror that delivers the right sha256."""
+    """The zip of a WikiText, from the first address that delivers the right sha256."""
+    sha256, urls = WIKITEXTS[name]
     reasons = []
-    for url in MIRRORS[name]:
-        host, content, shown = url.split("/")[2], bytearray(), time.monotonic()
-        # Python's own User-Agent is refused by one of the mirrors.
+    for url in urls:
+        host, content = url.split("/")[2], bytearray()
+        # Python's own User-Agent is refused by one of them.
         request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0 (compatible; data.py)"})
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 total = int(answer.headers["Content-Length"] or 0)
-                while block := answer.read(1 << 18):
+                while block := answer.read(1 << 22):
                     content += block
-                    if time.monotonic() - shown > 2:
-                        shown = time.monotonic()
-                        print(f"{host}: {len(content) / 1e6:.0f} of {total / 1e6:.0f} MB", flush=True)
-            if hashlib.sha256(content).hexdigest() == SHA256[name]:
-                return bytes(content)
+                    print(f"{host}: {len(content) / 1e6:.0f} of {total / 1e6:.0f} MB", flush=True)
+            if hashlib.sha256(content).hexdigest() == sha256:
+                return content
             reasons.append(f"{host}: wrong sha256 of {len(content):,} bytes, with {total:,} announced")
         except (OSError, http.client.HTTPException) as error:
             reasons.append(f"{host}: {error}")
-        print(reasons[-1], flush=True)
     raise OSError(f"could not fetch {name} ({'; '.join(reasons)}): try again later, or give a copy of the zip, "
                   "or any text: python data.py PATH")
 
@@ -111,7 +108,7 @@ def read_source(source):
     if path.is_dir():
         files = {file.name: file.read_bytes for file in path.iterdir()}
     else:
-        content = download(source) if source in MIRRORS else path.read_bytes()
+        content = download(source) if source in WIKITEXTS else path.read_bytes()
         if not zipfile.is_zipfile(io.BytesIO(content)):
             return split_text(content)
         # Members of a zip are read, never extracted to a path of their choice.
@@ -126,9 +123,9 @@ def read_source(source):
 
 def prepare(source, tokenizer_name="byte", out=None):
     """Make a folder of token ids from a text. meta.json comes last: without it a folder does not count as prepared."""
-    if source not in MIRRORS and not Path(source).exists():
-        raise FileNotFoundError(f"{source} is neither a file nor a folder, nor one of {', '.join(MIRRORS)}")
-    name = source if source in MIRRORS else Path(source).resolve().stem
+    if source not in WIKITEXTS and not Path(source).exists():
+        raise FileNotFoundError(f"{source} is neither a file nor a folder, nor one of {', '.join(WIKITEXTS)}")
+    name = source if source in WIKITEXTS else Path(source).resolve().stem
     out = Path(out or f"data/{name}-{tokenizer_name}")
     if (out / "meta.json").exists():
         raise FileExistsError(f"{out} is already there: train on it, delete it first, or choose another --out")
@@ -182,8 +179,8 @@ class Text:
 
     @functools.cached_property
     def tokens(self):
-        paths = {split: Path(self.data) / f"{split}.bin" for split in self.meta["tokens"]}
-        return {split: np.memmap(path, dtype="<u2", mode="r") for split, path in paths.items()}
+        folder, splits = Path(self.data), self.meta["tokens"]
+        return {split: np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in splits}
 
     @property
     def name(self):
@@ -245,9 +242,5 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except UnicodeDecodeError as error:
-        sys.exit(f"error: the text is not UTF-8: {error}")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command starts again")

@@ -18,10 +18,6 @@ Perplexity: the text is cut into consecutive windows, and each window reads its 
 So at every window size every token but the very first is scored exactly once, and the mean is over tokens.
 """
 
-if __name__ == "__main__":
-    import signal
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # no traceback, also while torch is loading
-
 import argparse
 import glob
 import itertools
@@ -30,7 +26,6 @@ import math
 import os
 import statistics
 import sys
-
 from dataclasses import asdict
 
 import torch
@@ -165,21 +160,21 @@ def group(records):
         yield about, dict(sorted(rows.items(), key=lambda row: order.get(row[1][0]["attn"], len(order))))
 
 
-def percent(values):
-    """Mean ± standard deviation. The mean is rounded down: 100.0 is said only where nothing was wrong."""
-    spread = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{math.floor(round(statistics.fmean(values) * 1000, 6)) / 10:.1f}{spread}"
+def with_spread(show, values):
+    """Mean ± standard deviation over seeds."""
+    spread = f" ± {show(statistics.stdev(values))}" if len(values) > 1 else ""
+    return show(statistics.fmean(values)) + spread
 
 
-def two_decimals(values):
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}"
+def percent(share):
+    """100.0 is said only where nothing was wrong."""
+    return f"{100 if share == 1 else min(100 * share, 99.9):.1f}"
 
 
-METRICS = {         # how a table introduces a metric, how it shows the values of several seeds, and which is the best
+METRICS = {         # how a table introduces a metric, how it shows a value, and which value is the best
     "exact match": ("exact match in %, examples per test set", percent, max),
     "right tokens": ("right tokens in %, examples per test set", percent, max),
-    "perplexity": ("perplexity by window, tokens scored", two_decimals, min),
+    "perplexity": ("perplexity by window, tokens scored", "{:.2f}".format, min),
 }
 
 
@@ -193,21 +188,23 @@ def markdown(cells):
 
 def summary(records):
     """One Markdown table: a row per task and test set, a column per attention, each at the best of its settings."""
-    def mean_result(found):
-        return statistics.fmean(value for record in found for value in record["results"].values())
+    def mean(found, splits):
+        return statistics.fmean(record["results"][split] for record in found for split in splits)
 
     attns = [attn for attn in ATTENTIONS if any(record["attn"] == attn for record in records)]
-    cells = [["task", "test set", *attns]]
+    cells = [["task", "test set", "seeds", *attns]]
     for about, rows in group(records):
-        _, as_cell, best_of = METRICS[about["metric"]]
-        best = {}
+        _, show, best_of = METRICS[about["metric"]]
+        splits = list(next(iter(rows.values()))[0]["results"])
+        best = []
         for attn in attns:
-            candidates = [found for found in rows.values() if found[0]["attn"] == attn]
-            best[attn] = best_of(candidates, key=mean_result, default=[])
-        for split in next(iter(rows.values()))[0]["results"]:
-            means = [statistics.fmean(r["results"][split] for r in found) if found else None for found in best.values()]
-            shown = ["" if mean is None else as_cell([mean]) for mean in means]
-            cells.append([about["title"] or about["task"], split, *shown])
+            settings = [found for found in rows.values() if found[0]["attn"] == attn]
+            best.append(best_of(settings, key=lambda found: mean(found, splits), default=[]))
+        counts = sorted({len(found) for found in best if found})
+        seeds = "-".join(map(str, counts[:1] + counts[1:][-1:]))                    # 4, or 1-12
+        for split in splits:
+            shown = [show(mean(found, [split])) if found else "" for found in best]
+            cells.append([about["title"] or about["task"], split, seeds, *shown])
     return "\n".join(markdown(cells)) + "\n"
 
 
@@ -215,7 +212,7 @@ def table(records, key="results"):
     """A Markdown table per task: a row per attention and setting, a column per test set."""
     lines = []
     for about, rows in group(records):
-        introduction, as_cell, _ = METRICS[about["metric"] if key == "results" else "right tokens"]
+        introduction, show, _ = METRICS[about["metric"] if key == "results" else "right tokens"]
         counts = ", ".join(f"{n:,}" for n in sorted({r["examples"] for found in rows.values() for r in found}))
         sizes = ", ".join(f"{name} {value}" for name, value in about["sizes"].items())
         title = about["title"] or about["task"]
@@ -225,7 +222,7 @@ def table(records, key="results"):
         for _, part in itertools.groupby(splits, key=lambda split: len(splits) > 8 and split.rpartition("-")[0]):
             part = list(part)
             cells = [["attention", "seeds", *part]]
-            cells += [[name, str(len(found)), *(as_cell([r[key][split] for r in found]) for split in part)]
+            cells += [[name, str(len(found)), *(with_spread(show, [r[key][split] for r in found]) for split in part)]
                       for name, found in rows.items()]
             lines += [*markdown(cells), ""]
     return "\n".join(lines)
@@ -286,15 +283,6 @@ def print_mistakes(run, model, task, splits, examples, wanted):
     print(f"{run}: no more mistakes in {examples} examples of {', '.join(splits)}")
 
 
-def continue_text(model, task, prompt, count, temperature, seed):
-    ids = task.encode(prompt)
-    if not ids:
-        raise ValueError("--prompt is empty; give it at least one character")
-    torch.manual_seed(seed)
-    idx = torch.tensor([ids], device=model.head.weight.device)
-    return task.decode(model.generate(idx, count, temperature)[0].tolist())
-
-
 def main(argv=None):
     def names(text):
         return text.split(",")
@@ -336,8 +324,12 @@ def main(argv=None):
         if args.mistakes:
             print_mistakes(run, model, task, splits, settings["examples"], args.mistakes)
         elif args.prompt is not None:
-            text = continue_text(model, task, args.prompt, args.count, args.temperature, args.seed)
-            print(f"{run}: {text}")
+            ids = task.encode(args.prompt)
+            if not ids:
+                raise ValueError("--prompt is empty; give it at least one character")
+            torch.manual_seed(args.seed)
+            idx = torch.tensor([ids], device=model.head.weight.device)
+            print(f"{run}: {task.decode(model.generate(idx, args.count, args.temperature)[0].tolist())}")
         else:
             measured = {split: measure(model, task, split, settings["examples"]) for split in splits}
             records.append(make_record(settings, task, measured))

@@ -328,8 +328,6 @@ class GPTConfig:
             raise ValueError(f"RoPE turns pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}")
         if not (self.sparse and self.contextual) and not issubclass(ATTENTIONS[self.attn], TRA):
             raise ValueError(f"sparse and contextual are parts of TRA; {self.attn} has none to switch off")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
 
 
 class MLP(nn.Module):
@@ -407,28 +405,20 @@ class GPT(nn.Module):
 
 
 def worked_example():
-    """One query, five keys. With D = 1 and q = 1 the keys are the scores, and v = identity returns the weights."""
-    def weights(scores, forget):
-        k = torch.tensor(scores).view(1, 1, -1, 1)
-        v = torch.eye(len(scores)).view(1, 1, len(scores), -1)
-        return tra_attention(torch.ones(1, 1, 1, 1), k, v, torch.full((1, 1, 1), forget)).flatten().tolist()
+    """One query, five keys; then two irrelevant keys come in, and the others do not notice.
 
-    def print_row(name, values, form="{:8.4f}"):
-        print(f"{name:10s}" + "".join("       -" if v is None else form.format(v) for v in values))
-
-    scores, forget = [1.5, -0.4, 0.2, -2.0, 0.9], -0.5
-    kept = [s > 0 for s in scores]
-    n = [sum(kept[j:]) if kept[j] else None for j in range(len(scores))]
-    print(f"One query, five keys from oldest to newest, forget gate f = {forget}\n")
-    print_row("score S", scores, "{:8.1f}")
-    print_row("kept S > 0", kept, "{:8d}")
-    print_row("distance n", n, "{:8d}")
-    print_row("S + f n", [None if d is None else s + forget * d for s, d in zip(scores, n)])
-    print_row("weight A", weights(scores, forget))
-    print("\nThe same with two irrelevant keys put in (scores -1.0 and -0.1): the others do not notice\n")
-    longer = scores[:2] + [-1.0] + scores[2:4] + [-0.1] + scores[4:]
-    print_row("score S", longer, "{:8.1f}")
-    print_row("weight A", weights(longer, forget))
+    With D = 1 and q = 1 the keys are the scores, and with the identity as v attention returns its weights.
+    """
+    f = -0.5
+    for scores in ([1.5, -0.4, 0.2, -2.0, 0.9], [1.5, -0.4, -1.0, 0.2, -2.0, -0.1, 0.9]):
+        print(f"One query, {len(scores)} keys from oldest to newest, forget gate f = {f}\n")
+        k = torch.tensor(scores)
+        v = torch.eye(len(scores))
+        A = tra_attention(torch.ones(1, 1, 1, 1), k.view(1, 1, -1, 1), v[None, None], torch.full((1, 1, 1), f))
+        n = torch.where(k > 0, count_back(k > 0, k.dtype), math.nan)
+        for name, row in {"score S": k, "distance n": n, "S + f n": k + f * n, "weight A": A.flatten()}.items():
+            print(f"{name:10s}", *(f"{x:7.4g}".replace("nan", "  -") for x in row.tolist()))
+        print()
 
 
 if __name__ == "__main__":

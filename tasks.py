@@ -233,12 +233,8 @@ class Instruct(Task):
 TASKS = {"flipflop": FlipFlop, "copy": Copy, "induct": Induct, "instruct": Instruct}
 
 
-def make_task(name, scale, **sizes):
+def make_task(name, scale="laptop", **sizes):
     """The task of this name at a scale, with other sizes in the place of the scale's."""
-    known = [field.name for field in fields(TASKS[name])]
-    unknown = [size for size in sizes if size not in known]
-    if unknown:
-        raise ValueError(f"{unknown[0]} means nothing to {name}; its sizes are {', '.join(known)}")
     return TASKS[name](**TASKS[name].scales[scale] | sizes)
 
 
@@ -267,7 +263,7 @@ def main(argv=None):
         parser.add_argument("--" + name.replace("_", "-"), type=field.type, help=field.metadata.get("help"))
     args = vars(parser.parse_args(argv))
     split, count, seed, plain = (args.pop(name) for name in ("split", "count", "seed", "plain"))
-    task = make_task(args.pop("task"), args.pop("scale"), **args)
+    task = make_task(args.pop("task"), **args)
     for step in range(count):
         x, y = task.batch(split, seed, step, 1)
         print(as_text(task, x[0], y[0], mark=not plain))
@@ -276,5 +272,5 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         sys.exit(f"error: {error}")

@@ -13,10 +13,6 @@ dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON obj
 `python train.py --task copy --help` shows every flag with the value that copy's preset gives it.
 """
 
-if __name__ == "__main__":
-    import signal
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # no traceback, also while torch is loading
-
 import argparse
 import json
 import math
