@@ -244,3 +244,5 @@ if __name__ == "__main__":
         main()
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command starts again")

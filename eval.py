@@ -18,6 +18,10 @@ Perplexity: the text is cut into consecutive windows, and each window reads its 
 So at every window size every token but the very first is scored exactly once, and the mean is over tokens.
 """
 
+if __name__ == "__main__":
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # no traceback, also while torch is loading
+
 import argparse
 import glob
 import itertools

@@ -13,6 +13,10 @@ dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON obj
 `python train.py --task copy --help` shows every flag with the value that copy's preset gives it.
 """
 
+if __name__ == "__main__":
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # no traceback, also while torch is loading
+
 import argparse
 import json
 import math
@@ -41,6 +45,11 @@ PRESETS = {
         "induct": dict(n_layer=3, n_embd=128, forget_bias=3.0, beta2=0.98, steps=4000),
         "instruct": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, beta2=0.98, steps=9000),
         "wikitext": dict(n_layer=4, n_embd=128, steps=800, eval_every=100, examples=131_072),
+    },
+    # The paper's models and lengths, with fewer and larger steps: an hour or two on one CPU thread
+    "middle": {
+        "flipflop": dict(PAPER, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
+        "copy": dict(PAPER, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
     },
     "paper": {
         "flipflop": dict(PAPER, batch=64, steps=25_000),
@@ -305,7 +314,8 @@ def parse_flags(argv=None):
     if task:
         cls, presets = TASKS.get(task, Text), PRESETS[chosen["scale"]]
         add_fields(parser.add_argument_group(f"size of {task}"), cls)
-        parser.set_defaults(task=task, **cls.scales[chosen["scale"]], **presets.get(task, presets["copy"]))
+        sizes = cls.scales["laptop" if chosen["scale"] == "laptop" else "paper"]
+        parser.set_defaults(task=task, **sizes, **presets.get(task, presets["copy"]))
     parser.add_argument("-h", "--help", action="help", help="show this, with the values of the preset of --task")
     args = vars(parser.parse_args(argv))
     if not ("attn" in args and "task" in args):
