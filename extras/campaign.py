@@ -29,18 +29,21 @@ EXPERIMENTS = [
     ("flipflop", [f"--attn {attn} --task flipflop" for attn in SIX], range(500, 504)),
     ("flipflop, parts of TRA", [f"--attn tra --task flipflop {part}" for part in PARTS], range(500, 504)),
     ("copy", [f"--attn {attn} --task copy" for attn in SIX[1:]], range(712, 716)),
-    ("copy", [f"--attn {attn} --task copy --weight-decay 0.01" for attn in SIX], range(712, 716)),
     ("copy, two threads", ["--attn tra --task copy"], range(712, 716)),
-    ("copy, parts of TRA", [f"--attn tra --task copy {part}" for part in PARTS], range(712, 716)),
-    ("induct", [f"--attn {attn} --task induct" for attn in SIX], range(500, 504)),
-    ("induct", ["--attn tra --task induct --weight-decay 0.2"], range(500, 504)),
-    ("induct", [f"--attn {attn} --task induct --weight-decay 0.2" for attn in SIX[1:]], [500]),
     ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in SIX], range(500, 504)),
-    ("wikitext-2", [f"--attn tra {TEXT} --weight-decay 0.2"], range(500, 504)),
-    ("wikitext-2", [f"--attn {attn} {TEXT} --weight-decay 0.2" for attn in SIX[1:]], [500]),
+    ("induct", [f"--attn {attn} --task induct" for attn in SIX], range(500, 504)),
     ("instruct", [f"--attn {attn} --task instruct" for attn in SIX], range(500, 504)),
+    ("copy", [f"--attn {attn} --task copy --weight-decay 0.01" for attn in SIX], range(712, 716)),
+    ("copy, parts of TRA", [f"--attn tra --task copy {part}" for part in PARTS], range(712, 716)),
+    ("flipflop, the paper's sizes", [f"--attn {attn} --task flipflop --scale middle" for attn in SIX[:4]],
+     range(500, 504)),
+    ("induct", ["--attn tra --task induct --weight-decay 0.2"], range(500, 504)),
+    ("wikitext-2", [f"--attn tra {TEXT} --weight-decay 0.2"], range(500, 504)),
     ("instruct", ["--attn tra --task instruct --weight-decay 0.2"], range(500, 504)),
+    ("induct", [f"--attn {attn} --task induct --weight-decay 0.2" for attn in SIX[1:]], [500]),
+    ("wikitext-2", [f"--attn {attn} {TEXT} --weight-decay 0.2" for attn in SIX[1:]], [500]),
     ("instruct", [f"--attn {attn} --task instruct --weight-decay 0.2" for attn in SIX[1:]], [500]),
+    ("copy, the paper's sizes", [f"--attn {attn} --task copy --scale middle" for attn in SIX[:4]], [712]),
 ]
 
 
@@ -75,11 +78,15 @@ def start(title, flags):
     return out, subprocess.Popen([sys.executable, "train.py", *words], env=env, stdout=subprocess.DEVNULL)
 
 
+def ask_git(*words):
+    return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
+
+
 def keep(title, flags, out):
     """Append the record of a finished run."""
     with open(f"{out}/eval.json", encoding="utf-8") as file:
         record = json.load(file)
-    version = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    version = ask_git("rev-parse", "--short", "HEAD") + ("-dirty" if ask_git("status", "--porcelain", "*.py") else "")
     with open(RECORDS, "a", encoding="utf-8") as file:
         file.write(json.dumps({"title": title, "flags": flags, "code": version} | record) + "\n")
     print(f"{title}: {flags}:", " ".join(f"{value:.3f}" for value in record["results"].values()), flush=True)
