@@ -39,8 +39,9 @@ def precision(device):
     return torch.bfloat16 if is_native else torch.float32
 
 
-def autocast(device):
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision(device) == torch.bfloat16)
+def with_autocast(device, function, *args, **kwargs):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision(device) == torch.bfloat16):
+        return function(*args, **kwargs)
 
 
 def seconds_of(run, device):
@@ -69,8 +70,8 @@ def peak_memory(run, device):
     return max(itertools.accumulate(changes, initial=0))
 
 
-def time_side_by_side(what, window, batch, contestants, device, rounds=6):
-    """A row for each of {name: function}: its best time, and its memory. One that fails says why; the rest goes on."""
+def time_side_by_side(what, window, batch, contestants, device, more=lambda name: {}, rounds=6):
+    """A row for each of {name: function}: best time, memory, more(name). One that fails says why; the rest goes on."""
     rows = [dict(what=what, name=name, window=window, batch=batch) for name in contestants]
     for row in rows * rounds:
         if "failure" in row:
@@ -79,7 +80,7 @@ def time_side_by_side(what, window, batch, contestants, device, rounds=6):
         try:
             row["seconds"] = min(row.get("seconds", math.inf), seconds_of(run, device))
             if "peak_bytes" not in row:
-                row["peak_bytes"] = peak_memory(run, device)
+                row.update(peak_bytes=peak_memory(run, device), **more(row["name"]))
         except RuntimeError as error:
             row["failure"] = str(error).strip().splitlines()[0][:60]        # CUDA out of memory, for example
     for row in rows:
@@ -95,12 +96,12 @@ def time_side_by_side(what, window, batch, contestants, device, rounds=6):
 
 @torch.no_grad()
 def skipped_blocks(model, idx):
-    """The share of key blocks that TRA skips when the model reads idx (B, T); None for the other attentions."""
+    """The share of key blocks that TRA skips when the model reads idx (B, T), as a column; none for the others."""
     if not isinstance(model.blocks[0].attn, TRA):
-        return None
+        return {}
     shares = [skipped_share(*attn.heads(x), attn.forget(x), attn.config.sparse, attn.config.contextual)
               for attn, x in layers_of(model, idx)]
-    return torch.stack(shares).mean().item()
+    return {"skipped": torch.stack(shares).mean().item()}
 
 
 def bench_step(attns, window, batch, dropout, device):
@@ -108,8 +109,7 @@ def bench_step(attns, window, batch, dropout, device):
     x, y = torch.randint(256, (2, batch, window), device=device)
 
     def step(model, optimizer):
-        with autocast(device):
-            loss = model(x, y)[1]
+        loss = with_autocast(device, model, x, y)[1]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,11 +117,8 @@ def bench_step(attns, window, batch, dropout, device):
     models = {attn: GPT(GPTConfig(attn=attn, vocab_size=256, dropout=dropout)).to(device) for attn in attns}
     steps = {attn: partial(step, model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True))
              for attn, model in models.items()}
-    rows = time_side_by_side("training step", window, batch, steps, device)
-    for row in rows:
-        if "failure" not in row:
-            row["skipped"] = skipped_blocks(models[row["name"]], x)
-    return rows
+    return time_side_by_side("training step", window, batch, steps, device,
+                             more=lambda attn: skipped_blocks(models[attn], x))
 
 
 def bench_attention(window, batch, backward, device):
@@ -129,35 +126,31 @@ def bench_attention(window, batch, backward, device):
     q, k, v = torch.randn(3, batch, 8, window, 64, device=device)
     q, k = F.rms_norm(q, (64,)), F.rms_norm(k, (64,))
     f = torch.full((batch, 8, window), -0.5, device=device)
-    skipped = skipped_share(q, k, v, f).mean().item()
+    skipped = {"skipped": skipped_share(q, k, v, f).mean().item()}
     q, k, v = (tensor.to(precision(device)).requires_grad_(backward) for tensor in (q, k, v))
     f, zero = f.requires_grad_(backward), torch.zeros_like(f).requires_grad_(backward)
     out_gradient = torch.randn_like(v)
 
-    def attend(attention, *inputs):
-        with autocast(device):
-            out = attention(*inputs)
+    def attend(attention, *gates):
+        out = with_autocast(device, attention, q, k, v, *gates)
         if backward:
-            torch.autograd.grad(out, inputs, out_gradient)
+            torch.autograd.grad(out, (q, k, v, *gates), out_gradient)
 
     # model.py's choice for long sequences: the fused kernel where it works, else blocks
     long_form = tra_for_long_sequences(f.device)
-    long_name = long_form.__name__.replace("_", " ")
-    calls = {"sdpa": partial(attend, nope_attention, q, k, v), long_name: partial(attend, long_form, q, k, v, f)}
+    name = long_form.__name__.replace("_", " ")
+    calls = {"sdpa": partial(attend, nope_attention), name: partial(attend, long_form, f)}
     if device.type == "cuda" or window <= 4096:
-        calls[f"{long_name}, gates at 0"] = partial(attend, long_form, q, k, v, zero)
+        calls[f"{name}, gates at 0"] = partial(attend, long_form, zero)
     if window <= 4096:
-        calls["tra plain"] = partial(attend, tra_plain, q, k, v, f)
+        calls["tra plain"] = partial(attend, tra_plain, f)
     if device.type == "cuda" and window <= 4096:
-        calls["tra plain, compiled"] = partial(attend, torch.compile(tra_plain, dynamic=False), q, k, v, f)
+        calls["tra plain, compiled"] = partial(attend, torch.compile(tra_plain, dynamic=False), f)
     if device.type == "cuda":
-        calls["tra blocked"] = partial(attend, full_precision(tra_blocked), q, k, v, f)
+        calls["tra blocked"] = partial(attend, full_precision(tra_blocked), f)
     what = "attention, forward and backward" if backward else "attention, forward"
-    rows = time_side_by_side(what, window, batch, calls, device)
-    for row in rows:
-        if row["name"] in (long_name, "tra blocked"):
-            row["skipped"] = skipped
-    return rows
+    return time_side_by_side(what, window, batch, calls, device,
+                             more=lambda call: skipped if call in (name, "tra blocked") else {})
 
 
 def bench_generation(attns, count, device):
@@ -170,43 +163,39 @@ def bench_generation(attns, count, device):
         for _ in range(count):
             idx = torch.cat((idx, model(idx)[0][:, -1:].argmax(-1)), dim=1)
 
-    contestants = {}
+    calls = {}
     for attn in attns:
         model = GPT(GPTConfig(attn=attn, vocab_size=256)).to(device).eval()
-        contestants[f"{attn}, cache"] = partial(model.generate, start, count, temperature=0)
-        contestants[f"{attn}, no cache"] = partial(generate_without_cache, model)
-    with autocast(device):
-        return time_side_by_side("generation", count, 1, contestants, device, rounds=3)
+        calls[f"{attn}, cache"] = partial(with_autocast, device, model.generate, start, count, temperature=0)
+        calls[f"{attn}, no cache"] = partial(with_autocast, device, generate_without_cache, model)
+    return time_side_by_side("generation", count, 1, calls, device, rounds=3)
 
 
-def bench_runs(runs, windows, device):
-    """The perplexity pass of trained runs over twice the longest window of their test text, RoPE first."""
-    loaded = {run: load(run, device) for run in runs}
-    records = [make_record(load_checkpoint(run)["args"], task, {}) for run, (_, task) in loaded.items()]
+def bench_runs(runs, window, batch, device):
+    """The perplexity pass of trained runs over the start of their test text, RoPE first."""
+    loaded = [load(run, device) for run in runs]
+    records = [make_record(load_checkpoint(run)["args"], task, {}) for run, (_, task) in zip(runs, loaded)]
     names = [f"{name}, seed {record['seed']}" for name, record in zip(name_rows(records), records)]
-    models = dict(sorted(zip(names, loaded.values()), key=lambda item: item[1][0].config.attn != "rope"))
-    for window in windows:
-        batch = 2 * max(windows) // window
-        passes = {name: partial(measure, model, task, str(window), batch * window + 1)
-                  for name, (model, task) in models.items()}
-        with autocast(device):
-            rows = time_side_by_side("perplexity pass", window, batch, passes, device)
-            for row in rows:
-                if "failure" not in row:
-                    row["perplexity"] = passes[row["name"]]()["perplexity"]
-        for row in rows:
-            model, task = models[row["name"]]
-            x, _ = next(iter(task.test(str(window), window + 1)))
-            row["skipped"] = skipped_blocks(model, torch.from_numpy(x).to(device))
-        yield rows
+    models = dict(sorted(zip(names, loaded), key=lambda item: item[1][0].config.attn != "rope"))
+    passes = {name: partial(with_autocast, device, measure, model, task, str(window), batch * window + 1)
+              for name, (model, task) in models.items()}
+
+    def more(name):
+        model, task = models[name]
+        x, _ = next(iter(task.test(str(window), window + 1)))
+        return skipped_blocks(model, torch.from_numpy(x).to(device)) | {"perplexity": passes[name]()["perplexity"]}
+
+    return time_side_by_side("perplexity pass", window, batch, passes, device, more)
 
 
 def measurements(args, device):
     """Yield the rows of one table after the other."""
-    is_cuda = device.type == "cuda"
     if args.runs:
-        yield from bench_runs(find_runs(args.runs), args.windows or [4096, 16384], device)
+        windows = args.windows or [4096, 16384]
+        for window in windows:
+            yield bench_runs(find_runs(args.runs), window, 2 * max(windows) // window, device)
         return
+    is_cuda = device.type == "cuda"
     attns = sorted(args.attn.split(","), key=lambda attn: attn != "rope")
     tokens = 32_768 if is_cuda else 4096                # in a training step
     for window in args.windows or ([256, 1024, 4096, 16384, 65536] if is_cuda else [256, 1024]):
@@ -232,8 +221,7 @@ def table(rows):
         time_or_failure = row.get("failure") or f"{1000 * row['seconds']:,.1f}"
         cells.append([row["name"], f"{row['window']:,}", str(row["batch"]), time_or_failure])
         for key, factor, form in columns.values():
-            value = row.get(key)
-            cells[-1].append("" if value is None else format(factor * value, form))
+            cells[-1].append("" if row.get(key) is None else format(factor * row[key], form))
     return "\n".join([f"{rows[0]['what']}:", "", *markdown(cells), ""])
 
 

@@ -14,12 +14,10 @@ import argparse
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 import sys
-import warnings
-from dataclasses import dataclass
+from collections import defaultdict, namedtuple
 
 import numpy as np
 import torch
@@ -38,8 +36,8 @@ except ImportError:
     matplotlib = None                           # gates and attention_weights work without it
 
 LOOK = {"text.parse_math": False,               # a $ is a token like others
-        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "font.size": 11,
-        "axes.titlesize": "medium", "xtick.labelsize": "small", "figure.constrained_layout.h_pad": 0.07}
+        "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium", "legend.frameon": False,
+        "font.size": 11, "xtick.labelsize": "small", "ytick.labelsize": "small"}
 # Okabe and Ito's colours, which every kind of eye can tell apart, then some of Tol's. The first are the attentions'.
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999999",
            "#999933", "#44AA99", "#AA4499"]
@@ -48,87 +46,63 @@ MARKERS = "os^DvPX*<>p"
 # -----------------------------------------------------------------------------
 # Panels with lines
 
-
-@dataclass
-class Panel:
-    title: str
-    xlabel: str
-    ylabel: str
-    lines: list                 # (name of a row, {x: the values of its seeds})
-    dashed: list = ()           # more of these
-    trained: int = None         # the longest x in training
-    xscale: str = "log"
+# lines is {Line: {x: the values of its seeds}}, trained the longest x in training.
+Panel = namedtuple("Panel", "title xlabel ylabel lines trained xscale", defaults=[None, "log"])
+Line = namedtuple("Line", "name linestyle run", defaults=["-", None])
 
 
-def choose_styles(rows):
-    """{name of a row: its look}, in the order of model.py. The first row of an attention has the attention's look."""
+def choose_styles(names):
+    """{name of a row: its look}, in the order of model.py. The first row of an attention has the attention's colour."""
     rank = {attn: place for place, attn in enumerate(ATTENTIONS)}
-    attn_of = {row: re.match(r"\w*", row)[0] for row in rows}           # tra, of "tra no-sparse" and of "tra, seed 0"
+    attn_of = {name: re.match(r"\w*", name)[0] for name in sorted(names)}       # tra, of "tra no-sparse", "tra, seed 0"
     free, others, styles = dict(rank), itertools.count(len(rank)), {}
-    for row in sorted(attn_of, key=lambda row: (rank.get(attn_of[row], len(rank)), row not in rank)):
-        attn, label = attn_of[row], row
-        if attn in ATTENTIONS:
-            label = ATTENTIONS[attn].__name__ + row[len(attn):]
+    for name, attn in sorted(attn_of.items(), key=lambda item: rank.get(item[1], len(rank))):
         place = free.pop(attn) if attn in free else next(others)
-        styles[row] = dict(label=label, color=COLOURS[place % len(COLOURS)], marker=MARKERS[place % len(MARKERS)],
-                           linewidth=1.5 if place else 2.5, zorder=2 if place else 3)
+        label = ATTENTIONS[attn].__name__ + name[len(attn):] if attn in ATTENTIONS else name
+        styles[name] = dict(label=label, color=COLOURS[place % len(COLOURS)], marker=MARKERS[place % len(MARKERS)],
+                            linewidth=1.5 if place else 2.5)
     return styles
-
-
-def set_log_y(ax):
-    """A logarithmic y axis, labelled over its whole range with 1,000 and 0.001 rather than 1e3 and 1e-3."""
-    ax.set_yscale("log")
-    low, high = ax.get_ylim()
-    if high / low < 4:
-        ax.yaxis.set_major_locator(MaxNLocator(6))
-    elif high / low < 30:
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    elif high / low < 500:
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.7f}".rstrip("0").rstrip("."))
 
 
 def draw_panel(ax, panel, styles):
     """Means over seeds as lines, shaded from the lowest seed to the highest."""
-    for i, (name, points) in enumerate([*panel.lines, *panel.dashed]):
-        look = styles[name] | {"linestyle": "-" if i < len(panel.lines) else "--"}
-        if len(points) > 15:
+    for line, points in panel.lines.items():
+        x, seeds = list(points), list(points.values())
+        look = styles[line.name] | {"linestyle": line.linestyle}
+        if len(x) > 15:
             look["marker"] = ""
-        low, high = [min(seeds) for seeds in points.values()], [max(seeds) for seeds in points.values()]
-        ax.fill_between(list(points), low, high, color=look["color"], linewidth=0, alpha=0.15)
-        ax.plot(list(points), [statistics.fmean(seeds) for seeds in points.values()], **look)
+        ax.fill_between(x, list(map(min, seeds)), list(map(max, seeds)), color=look["color"], linewidth=0, alpha=0.15)
+        ax.plot(x, list(map(statistics.fmean, seeds)), **look)
     ax.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale)
     if panel.trained:
-        ax.axvline(panel.trained, color="gray", linestyle="--", linewidth=1, zorder=1)
+        ax.axvline(panel.trained, color="gray", linestyle="--", linewidth=1)
         ax.set_xlabel(f"{panel.xlabel} (trained up to {panel.trained:,})")
     if panel.xscale == "log":
-        ticks = sorted({x for _, points in panel.lines for x in points})
+        ticks = sorted({x for points in panel.lines.values() for x in points})
         ax.set_xticks(ticks if len(ticks) <= 7 else ticks[::-2])
     ax.xaxis.set_major_formatter("{x:,.0f}")
     if panel.ylabel.endswith("%"):
         ax.set_ylim(-4, 104)
     else:
-        set_log_y(ax)
+        ax.set_yscale("log")
+        low, high = ax.get_ylim()
+        ax.yaxis.set_major_locator(MaxNLocator(6) if high / low < 5 else LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:,g}")
     ax.minorticks_off()
     ax.grid(alpha=0.25)
 
 
 def draw_panels(panels, caption=""):
-    """A figure of up to four panels in a row, with one legend."""
-    styles = choose_styles([name for panel in panels for name, _ in panel.lines])
-    if not styles:
+    """A figure of up to four panels in a row, with one legend to their right."""
+    if not panels:
         raise ValueError("there is nothing to draw")
+    styles = choose_styles({line.name for panel in panels for line in panel.lines})
     rows, columns = math.ceil(len(panels) / 4), min(4, len(panels))
     figure = Figure(figsize=(4.8 * columns, 3.8 * rows), layout="constrained")
     for place, panel in enumerate(panels, start=1):
         draw_panel(figure.add_subplot(rows, columns, place), panel, styles)
-    inches = 0.8 + 0.1 * max(len(look["label"]) for look in styles.values())        # of an entry of the legend
-    figure.legend(handles=[Line2D([], [], **look) for look in styles.values()], loc="outside upper center",
-                  ncols=max(1, int(4.8 * columns / inches)))
-    counts = {len(seeds) for panel in panels for _, points in panel.lines for seeds in points.values()}
-    if max(counts, default=1) > 1:
-        count = " or ".join(map(str, sorted(counts)))
-        caption = f"mean of {count} seeds; shaded: from the lowest seed to the highest"
+    handles = [Line2D([], [], **look) for look in styles.values()]
+    figure.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.supxlabel(caption, fontsize="small", color="gray")
     return figure
 
@@ -144,10 +118,6 @@ def select(records, args):
     return choose(records, args.task and args.task.split(","))
 
 
-def title_of(about, kind=""):
-    return f"{about['title'] or about['task']} {kind}".rstrip() + f", {about['scale']} scale"
-
-
 def find_length(split, trained):
     """The kind of a test set and its length: reverse, 20 of reverse-2x, if 10 was trained; sparse, 10 of sparse."""
     kind, _, length = split.rpartition("-")
@@ -158,88 +128,78 @@ def find_length(split, trained):
     return split, trained
 
 
-def draw_records(records, xlabel=None, ylabel=None):
+def draw_records(records, args, xlabel=None, ylabel=None):
     """The tables of eval.py: a panel for each kind of test set of a task."""
-    panels = []
-    for about, rows in group(records):
+    panels, counts = [], set()
+    for about, rows in group(select(records, args)):
         # The first size of a task is that of its longest training sequence.
         size, trained = next(iter(about["sizes"].items()))
         metric = METRICS[about["metric"]][0].partition(",")[0]          # "exact match in %", "perplexity by window"
         factor = 100 if metric.endswith("%") else 1
-        lengths = {}
-        for split in next(iter(rows.values()))[0]["results"]:
-            kind, length = find_length(split, trained)
-            lengths.setdefault(kind, {})[length] = split
-        for kind, splits in lengths.items():
-            panel = Panel(title_of(about, kind), xlabel or size, ylabel or metric, lines=[], trained=trained)
-            for name, members in rows.items():
-                points = {x: [factor * record["results"][split] for record in members] for x, split in splits.items()}
-                panel.lines.append((name, points))
-            panels.append(panel)
-    return draw_panels(panels)
+        by_kind = defaultdict(lambda: defaultdict(dict))
+        for name, found in rows.items():
+            counts.add(len(found))
+            for split in found[0]["results"]:
+                kind, length = find_length(split, trained)
+                by_kind[kind][Line(name)][length] = [factor * record["results"][split] for record in found]
+        for kind, lines in by_kind.items():
+            title = f"{about['title'] or about['task']} {kind}".rstrip() + f", {about['scale']} scale"
+            panels.append(Panel(title, xlabel or size, ylabel or metric, lines, trained))
+    seeds = " or ".join(map(str, sorted(counts)))
+    return draw_panels(panels, f"seeds: {seeds}; line: their mean; shaded: from the lowest to the highest")
 
 
 def draw_results(runs, args):
-    records = [record for run in runs for record in read_records(run)]
-    return draw_records(select(records, args))
+    return draw_records([record for run in runs for record in read_records(run)], args)
 
 
 def draw_losses(runs, args):
     """A panel per task: the training loss of every run, and its validation loss, dashed."""
-    records = []
+    records, panels = [], []
     for run in runs:
         settings = load_checkpoint(run)["args"]
-        with open(os.path.join(run, "log.jsonl"), encoding="utf-8") as log:
-            # A run that was killed may have left half a line.
-            lines = [json.loads(line) for line in log if line.endswith("\n")]
-        records.append(make_record(settings, open_task(settings), {}) | {"log": lines})
-    panels = []
+        records.append(make_record(settings, open_task(settings), {}) | {"run": run})
     for about, rows in group(select(records, args)):
-        panel = Panel(title_of(about), "step", "loss, nats per scored token", lines=[], dashed=[], xscale="linear")
-        for name, members in rows.items():
-            for record in members:
-                for key, lines in (("loss", panel.lines), ("val_loss", panel.dashed)):
-                    lines.append((name, {line["step"]: [line[key]] for line in record["log"] if key in line}))
-        panels.append(panel)
+        lines = {}
+        for name, run in [(name, record["run"]) for name, found in rows.items() for record in found]:
+            with open(f"{run}/log.jsonl", encoding="utf-8") as file:
+                # A run that was killed may have left half a line.
+                log = [json.loads(line) for line in file if line.endswith("\n")]
+            for key, linestyle in (("loss", "-"), ("val_loss", "--")):
+                lines[Line(name, linestyle, run)] = {row["step"]: [row[key]] for row in log if key in row}
+        title = f"{about['task']}, {about['scale']} scale"
+        panels.append(Panel(title, "step", "loss, nats per scored token", lines, xscale="linear"))
     return draw_panels(panels, "training; dashed: validation")
 
 
-def loss_by_position(model, task, window, count):
-    """Mean loss of the tokens at positions 1, 2, 3-4, 5-8 ... of their window: {last of these: nats}."""
-    total, seen = torch.zeros(2, window, dtype=torch.float64)
-    for _, _, _, loss in predictions(model, task, str(window), count):
-        total[:loss.size(1)] += loss.double().sum(0)
-        seen[:loss.size(1)] += loss.size(0)
-    ends = [1 << i for i in range((window - 1).bit_length())] + [window]
-    return {str(end): (total[start:end].sum() / seen[start:end].sum()).item()
-            for start, end in zip([0, *ends], ends) if seen[start:end].any()}
-
-
 def draw_position(runs, args):
-    """A panel per text, over as many tokens of it as the runs were tested on."""
+    """A panel per text, over as many tokens of it as the runs were tested on: the mean loss by position in a window."""
     records = []
     for run in runs:
         model, task = load(run, args.device)
         if task.unit != "tokens":
             raise ValueError(f"{run} was trained on {task.name}; position is for runs of a text")
         settings = load_checkpoint(run)["args"]
-        window = args.split or list(task.splits)[-1]
-        found = loss_by_position(model, task, int(window), settings["examples"])
-        records.append(make_record(settings, task, {}) | {"results": found})
-    return draw_records(records, "position in the window", "loss, nats per token")
+        window = int(args.split or list(task.splits)[-1])
+        # The positions 1, 2, 3-4, 5-8 ... by the last one of each group
+        losses = defaultdict(list)
+        for _, _, _, batch in predictions(model, task, str(window), settings["examples"]):
+            for i, loss in enumerate(batch.T):
+                losses[str(min(1 << i.bit_length(), window))] += loss.tolist()
+        results = {last: statistics.fmean(values) for last, values in losses.items()}
+        records.append(make_record(settings, task, {}) | {"results": results})
+    return draw_records(records, args, "position in the window", "loss, nats per token")
 
 
 def draw_speed(runs, args):
     """A panel for each kind of thing that extras.bench measured by window: all but generation."""
     with open(runs[0], encoding="utf-8") as file:
         rows = json.load(file)["rows"]
-    times = {}
+    measured = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row["what"] != "generation" and "seconds" in row:
-            points = times.setdefault(row["what"], {}).setdefault(row["name"], {})
-            points[row["window"]] = [1000 * row["seconds"]]
-    return draw_panels([Panel(what, "window, tokens", "milliseconds", list(lines.items()))
-                        for what, lines in times.items()])
+            measured[row["what"]][Line(row["name"])][row["window"]] = [1000 * row["seconds"]]
+    return draw_panels([Panel(what, "window, tokens", "milliseconds", lines) for what, lines in measured.items()])
 
 
 # -----------------------------------------------------------------------------
@@ -274,50 +234,48 @@ def attention_weights(model, idx):
     return found
 
 
-def choose_example(task, text=None):
-    """Token ids and their names: of a text, or of the first example of the first test set, up to 48 tokens."""
-    if text is None:
-        x, y = next(iter(task.test(list(task.splits)[1], 49)))
-        last = np.flatnonzero(y[0] >= 0)[-1]            # what comes after the last scored token is padding
-        ids = x[0, :last + 1][:48].tolist()
-    else:
-        ids = task.encode(text)
-    if not 1 <= len(ids) <= 128:
-        raise ValueError(f"a picture of attention shows 1 to 128 tokens, not {len(ids)}: choose another --example")
-    return ids, [repr(task.decode([token]))[1:-1].replace(" ", "\u2423") for token in ids]
+def draw_head(ax, weights, distances, names):
+    """The weights (S, S) of a head, queries (y) against keys (x). Gray: a weight of exactly zero."""
+    S = len(names)
+    is_gray = (weights == 0) & causal_mask(S, S, "cpu")
+    image = ax.imshow(torch.where(weights != 0, weights, math.nan).numpy(), cmap="YlGnBu", vmin=0, vmax=1)
+    ax.imshow(torch.where(is_gray, 0.75, math.nan).numpy(), cmap="gray", vmin=0, vmax=1)
+    if distances is not None and S <= 16:
+        for i, j in weights.nonzero().tolist():
+            colour = "white" if weights[i, j] > 0.5 else "black"
+            ax.text(j, i, int(distances[i, j]), fontsize=7, ha="center", va="center", color=colour)
+    ax.set_xticks(range(S), names)
+    ax.set_yticks(range(S), names)
+    for label in ax.get_xticklabels():
+        label.set_rotation(90 if len(label.get_text()) > 2 else 0)
+    ax.tick_params(length=0, labelsize=8)
+    ax.spines[:].set_visible(False)
+    return image
 
 
 def draw_attention(runs, args):
-    """A row of panels per layer, a panel per head, queries (y) against keys (x). Gray: a weight of exactly zero."""
+    """A row of panels per layer, a panel per head."""
     model, task = load(runs[0], args.device)
-    ids, names = choose_example(task, args.example)
+    if args.example is None:
+        x, _ = next(iter(task.test(list(task.splits)[1], 49)))
+        ids = x[0, :48].tolist()
+    else:
+        ids = task.encode(args.example)
+    if not 1 <= len(ids) <= 128:
+        raise ValueError(f"a picture of attention shows 1 to 128 tokens, not {len(ids)}: choose another --example")
+    names = [repr(task.decode([token]))[1:-1].replace(" ", "\u2423") for token in ids]
     layers = attention_weights(model, torch.tensor([ids], device=model.head.weight.device))
-    S, L, H = len(ids), model.config.n_layer, model.config.n_head
-    has_distances = S <= 16 and layers[0][1] is not None
-    side = max(2.6, 0.13 * S + 0.3)
+    L, H, side = model.config.n_layer, model.config.n_head, max(2.6, 0.13 * len(ids) + 0.3)
     figure = Figure(figsize=(H * side, L * side), layout="constrained")
-    axes = figure.subplots(L, H, squeeze=False, sharex=True, sharey=True)        # names at the edges only
+    axes = figure.subplots(L, H, squeeze=False, sharex=True, sharey=True)       # names at the edges only
     for (layer, head), ax in np.ndenumerate(axes):
-        weights = layers[layer][0][head]
-        is_gray = (weights == 0) & causal_mask(S, S, "cpu")
-        image = ax.imshow(torch.where(weights != 0, weights, math.nan).numpy(), cmap="YlGnBu", vmin=0, vmax=1)
-        ax.imshow(torch.where(is_gray, 0.75, math.nan).numpy(), cmap="gray", vmin=0, vmax=1)
-        if has_distances:
-            for i, j in weights.nonzero().tolist():
-                ax.text(j, i, int(layers[layer][1][head, i, j]), fontsize=7, ha="center", va="center",
-                        color="white" if weights[i, j] > 0.5 else "black")
+        weights, n = layers[layer]
+        image = draw_head(ax, weights[head], None if n is None else n[head], names)
         ax.set_title(f"layer {layer + 1}, head {head + 1}")
-        ax.set_xticks(range(S), names, fontsize=8)
-        ax.set_yticks(range(S), names, fontsize=8)
-        for label in ax.get_xticklabels():
-            label.set_rotation(90 if len(label.get_text()) > 2 else 0)
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
-    figure.colorbar(image, ax=axes, label="weight", shrink=0.6, pad=0.01).outline.set_visible(False)
+    figure.colorbar(image, ax=axes, label="weight", shrink=0.6, pad=0.01)
     figure.suptitle(f"{task.name} with {ATTENTIONS[model.config.attn].__name__}")
-    in_cells = "; in a cell: TRA's distance n" if has_distances else ""
-    figure.supxlabel(f"queries (y) and keys (x); gray: a weight of exactly zero{in_cells}", fontsize="small",
-                     color="gray")
+    figure.supxlabel("queries (y) and keys (x); gray: a weight of exactly zero; numbers, if any: TRA's distance n",
+                     fontsize="small", color="gray")
     return figure
 
 
@@ -332,17 +290,17 @@ def skipped_share(q, k, v, log_forget, sparse=True, contextual=True):
 def measure_gates(attn, x):
     """What the heads of an attention with a forget gate do with x (B, T, C): {title of a column: its values (H,)}."""
     log_forget = attn.forget(x)                                                     # (B, H, T)
-    quantiles = torch.tensor([0.1, 0.5, 0.9], device=x.device)
-    low, median, high = log_forget.transpose(0, 1).flatten(1).quantile(quantiles, dim=1)    # (H,) each
-    columns = {"forget f: 10%": low, "median": median, "90%": high}
+    of_head = log_forget.transpose(0, 1).flatten(1)                                 # (H, B * T)
+    quantiles = {"forget f: 10%": 0.1, "median": 0.5, "90%": 0.9}
+    columns = {title: of_head.quantile(share, dim=1) for title, share in quantiles.items()}
     if isinstance(attn, TRA):
         q, k, v = attn.heads(x)
         # One head at a time: all of them may not fit.
         positive = [(q[:, h] @ k[:, h].mT > 0).tril().sum() for h in range(q.size(1))]
         pairs = x.size(0) * x.size(1) * (x.size(1) + 1) / 2
         columns["keys with S > 0, %"] = 100 * torch.stack(positive) / pairs
-        skipped = skipped_share(q, k, v, log_forget, attn.config.sparse, attn.config.contextual)
-        columns["key blocks skipped, %"] = 100 * skipped
+        columns["key blocks skipped, %"] = 100 * skipped_share(q, k, v, log_forget, attn.config.sparse,
+                                                               attn.config.contextual)
     return columns
 
 
@@ -381,11 +339,10 @@ def main(argv=None):
     add("runs", nargs="*", default=["out"], metavar="RUN", help="folders that train.py wrote, patterns, folders of "
         "runs (default: all in out/); for results also .jsonl files of records, for speed a file of extras.bench")
     add("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default KIND.png)")
-    add("--attn", metavar="A,A", help="results, losses: only these attentions")
-    add("--task", metavar="T,T", help="results, losses: only these tasks, in this order")
+    add("--attn", metavar="A,A", help="results, losses, position: only these attentions")
+    add("--task", metavar="T,T", help="results, losses, position: only these tasks, in this order")
     add("--example", metavar="TEXT", help="attention: the tokens to read (default: an example of the first test set)")
-    add("--split", metavar="S", help="position, gates: the test set to read (default: the first, or a text's longest "
-        "window)")
+    add("--split", metavar="S", help="position, gates: the test set (default: the first, or a text's longest window)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
     args = parser.parse_args(argv)
     runs = find_runs(args.runs)
@@ -396,10 +353,10 @@ def main(argv=None):
     if args.kind in ("attention", "speed") and len(runs) > 1:
         raise ValueError(f"a picture of {args.kind} shows one at a time, not {len(runs)}")
     path = args.out or f"{args.kind}.png"
-    warnings.filterwarnings("ignore", "Glyph")          # a sign that the font lacks
     with matplotlib.rc_context(LOOK):
         figure = KINDS[args.kind](runs, args)
-        figure.savefig(path, dpi=min(200, 20_000 / max(figure.get_size_inches())))
+        # tight: the picture grows to hold the legend
+        figure.savefig(path, dpi=min(200, 20_000 / max(figure.get_size_inches())), bbox_inches="tight")
     print(f"wrote {path}")
     return figure
 

@@ -71,7 +71,8 @@ def test_runs_that_differ_have_names_and_colours_of_their_own(runs, tmp_path):
 def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
     path = tmp_path / "runs.jsonl"
     tests = [("flipflop", "exact match", {"length": 8}, {"iid": 1.0, "dense": 0.2, "iid-4x": 0.5}),
-             ("book", "perplexity", {"window": 8}, {"8": 4.0, "16": 300.0})]
+             ("book", "perplexity", {"window": 8, "text": "a"}, {"8": 4.0, "16": 300.0}),
+             ("book", "perplexity", {"window": 8, "text": "b"}, {"8": 2.0})]
     with open(path, "w") as file:
         for attn, seed in (("fox", 0), ("rope", 0), ("tra", 0), ("tra", 1)):
             for task, metric, sizes, results in tests:
@@ -81,9 +82,12 @@ def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
                 file.write(json.dumps(record) + "\n")
     figure = draw(tmp_path, "results", path, "--attn", "tra,rope", "--task", "book,flipflop")
     assert legend(figure) == ["TRA", "RoPE"]
-    assert {ax.get_title(): ax.lines[0].get_xydata().tolist() for ax in figure.axes} == {
-        "book, laptop scale": [[8, 3], [16, 225]], "flipflop iid, laptop scale": [[8, 75], [32, 37.5]],
-        "flipflop dense, laptop scale": [[8, 15]]}
+    # A panel for each kind of test set. Runs of different sizes never share one.
+    assert [(ax.get_title(), ax.lines[0].get_xydata().tolist()) for ax in figure.axes] == [
+        ("book, laptop scale", [[8, 3], [16, 225]]), ("book, laptop scale", [[8, 1.5]]),
+        ("flipflop iid, laptop scale", [[8, 75], [32, 37.5]]), ("flipflop dense, laptop scale", [[8, 15]])]
+    shaded = figure.axes[0].collections[0].get_paths()[0].get_extents()
+    assert (shaded.ymin, shaded.ymax) == (2, 300)       # from the lowest seed to the highest
     # The logarithmic axis is labelled over its whole range, with plain numbers.
     assert {"5", "10", "100", "200"} <= {text.get_text() for text in figure.axes[0].get_yticklabels()}
     with pytest.raises(ValueError, match="nothing to draw"):
@@ -93,7 +97,9 @@ def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
 def test_losses_draw_the_log(runs, tmp_path):
     figure = draw(tmp_path, "losses", runs)
     log = [json.loads(line) for line in (runs / "d" / "log.jsonl").read_text().splitlines()]
-    lines = [line for line in figure.axes[0].lines if line.get_label() == "RoPE"]
+    by_name = {name: [line for line in figure.axes[0].lines if line.get_label() == name] for name in legend(figure)}
+    assert {name: len(lines) for name, lines in by_name.items()} == {"TRA": 4, "TRA no-sparse": 2, "RoPE": 2}
+    lines = by_name["RoPE"]
     for line, key, linestyle in zip(lines, ("loss", "val_loss"), ("-", "--"), strict=True):
         assert line.get_linestyle() == linestyle
         assert line.get_xydata().tolist() == [[row["step"], row[key]] for row in log if key in row]
@@ -193,6 +199,7 @@ def test_bench_measures_every_attention_and_plot_draws_it(tmp_path, capsys):
     printed, rows = capsys.readouterr().out, json.loads(path.read_text())["rows"]
     assert printed.startswith("cpu, torch ")
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
+    assert rows[0]["ratio"] == 1 and {row["name"] for row in rows if "skipped" in row} == {"tra", "tra blocked"}
     names = {row["name"] for row in rows}
     for attn in ATTENTIONS:
         assert {attn, f"{attn}, cache", f"{attn}, no cache"} <= names
