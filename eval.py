@@ -190,25 +190,36 @@ def markdown(cells):
             for line in (cells[0], rule, *cells[1:])]
 
 
+def at_best(records):
+    """Of each attention, in each table, the records of its best setting, by the mean over test sets and seeds."""
+    def mean_result(found):
+        return statistics.fmean(value for record in found for value in record["results"].values())
+
+    kept = []
+    for about, rows in group(records):
+        _, _, best_of = METRICS[about["metric"]]
+        by_attn = {}
+        for found in rows.values():
+            by_attn.setdefault(found[0]["attn"], []).append(found)
+        for candidates in by_attn.values():
+            # Without their settings, all rows are named by the attention alone.
+            kept += [record | {"settings": {}} for record in best_of(candidates, key=mean_result)]
+    return kept
+
+
 def summary(records):
     """One Markdown table: a row per task and test set, a column per attention, each at the best of its settings."""
-    def mean(found, splits):
-        return statistics.fmean(record["results"][split] for record in found for split in splits)
-
     attns = [attn for attn in ATTENTIONS if any(record["attn"] == attn for record in records)]
     cells = [["task", "test set", "seeds", *attns]]
-    for about, rows in group(records):
-        _, show, best_of = METRICS[about["metric"]]
-        splits = list(next(iter(rows.values()))[0]["results"])
-        best = []
-        for attn in attns:
-            settings = [found for found in rows.values() if found[0]["attn"] == attn]
-            best.append(best_of(settings, key=lambda found: mean(found, splits), default=[]))
-        counts = sorted({len(found) for found in best if found})
-        seeds = "-".join(map(str, counts[:1] + counts[1:][-1:]))                    # 4, or 1-12
-        for split in splits:
-            shown = [show(mean(found, [split])) if found else "" for found in best]
-            cells.append([about["title"] or about["task"], split, seeds, *shown])
+    for about, rows in group(at_best(records)):
+        _, show, _ = METRICS[about["metric"]]
+        of_attn = {found[0]["attn"]: found for found in rows.values()}
+        counts = sorted({len(found) for found in rows.values()})
+        seeds = f"{counts[0]}-{counts[-1]}" if len(counts) > 1 else str(counts[0])
+        for split in next(iter(rows.values()))[0]["results"]:
+            means = [show(statistics.fmean(record["results"][split] for record in of_attn[attn]))
+                     if attn in of_attn else "" for attn in attns]
+            cells.append([about["title"] or about["task"], split, seeds, *means])
     return "\n".join(markdown(cells)) + "\n"
 
 

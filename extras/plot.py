@@ -2,7 +2,7 @@
 Pictures of runs. They need matplotlib, which nothing else here does.
 
     python -m extras.plot results out/copy-* --out copy.png           # the tables of eval.py as a picture
-    python -m extras.plot results results/runs.jsonl --attn tra,rope --task copy,wikitext-2-byte
+    python -m extras.plot results results/runs.jsonl --best --attn tra,rope,cope,fox --task copy,wikitext-2
     python -m extras.plot losses out/copy-*                           # how the runs learned
     python -m extras.plot attention out/copy-tra-s0 --example "<bos> c a f <sep> c a"
     python -m extras.plot position out/wikitext-2-byte-*              # loss by position in a long window
@@ -22,7 +22,7 @@ from collections import defaultdict, namedtuple
 import numpy as np
 import torch
 
-from eval import (METRICS, choose, find_runs, group, load, load_checkpoint, make_record, markdown, open_task,
+from eval import (METRICS, at_best, choose, find_runs, group, load, load_checkpoint, make_record, markdown, open_task,
                   predictions, read_records)
 from extras.fast import tra_blocked
 from model import ATTENTIONS, TRA, causal_mask, count_back
@@ -115,7 +115,8 @@ def select(records, args):
     """The records of the attentions and the tasks that the flags name, in the flags' order of tasks."""
     if args.attn:
         records = [record for record in records if record["attn"] in args.attn.split(",")]
-    return choose(records, args.task and args.task.split(","))
+    records = choose(records, args.task and args.task.split(","))
+    return at_best(records) if args.best else records
 
 
 def find_length(split, trained):
@@ -341,6 +342,7 @@ def main(argv=None):
     add("--out", metavar="FILE", help="the picture: .png, .svg or .pdf (default KIND.png)")
     add("--attn", metavar="A,A", help="results, losses, position: only these attentions")
     add("--task", metavar="T,T", help="results, losses, position: only these tasks, in this order")
+    add("--best", action="store_true", help="results: each attention only at the best of its settings")
     add("--example", metavar="TEXT", help="attention: the tokens to read (default: an example of the first test set)")
     add("--split", metavar="S", help="position, gates: the test set (default: the first, or a text's longest window)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")

@@ -90,6 +90,12 @@ def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
     assert (shaded.ymin, shaded.ymax) == (2, 300)       # from the lowest seed to the highest
     # The logarithmic axis is labelled over its whole range, with plain numbers.
     assert {"5", "10", "100", "200"} <= {text.get_text() for text in figure.axes[0].get_yticklabels()}
+    with open(path, "a") as file:                       # a better setting of TRA on the first text
+        file.write(json.dumps(dict(record, task="book", metric="perplexity", sizes=tests[1][2], settings={"lr": 0.1},
+                                   results={"8": 1.0, "16": 1.0})) + "\n")
+    assert len(legend(draw(tmp_path, "results", path, "--task", "book", "--attn", "tra"))) > 1
+    figure = draw(tmp_path, "results", path, "--task", "book", "--attn", "tra", "--best")
+    assert legend(figure) == ["TRA"] and figure.axes[0].lines[0].get_xydata().tolist() == [[8, 1], [16, 1]]
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(tmp_path, "results", path, "--task", "copy")
 
