@@ -162,6 +162,7 @@ class Text:
     window: int = field(metadata={"help": "tokens in a training sequence"})
     metric, unit = "perplexity", "tokens"
     scales = {"laptop": dict(data="data/wikitext-2-byte", window=128),
+              "middle": dict(data="data/wikitext-2-byte", window=128),
               "paper": dict(data="data/wikitext-103-gpt2", window=128)}
     validation = "val", 32_769
 

@@ -142,8 +142,7 @@ def name_rows(records):
         parts = [record["attn"]]
         for name in differ:
             if isinstance(own.get(name), bool):
-                usual = getattr(GPTConfig, name, None)
-                parts += [] if own[name] == usual else [name if own[name] else f"no-{name}"]
+                parts += [] if own[name] == usual.get(name) else [name if own[name] else f"no-{name}"]
             elif name in own:
                 parts.append(f"{name}={own[name]}")
         names.append(" ".join(parts))
@@ -215,7 +214,7 @@ def summary(records):
         _, show, _ = METRICS[about["metric"]]
         of_attn = {found[0]["attn"]: found for found in rows.values()}
         counts = sorted({len(found) for found in rows.values()})
-        seeds = f"{counts[0]}-{counts[-1]}" if len(counts) > 1 else str(counts[0])
+        seeds = " or ".join(map(str, counts))
         for split in next(iter(rows.values()))[0]["results"]:
             means = [show(statistics.fmean(record["results"][split] for record in of_attn[attn]))
                      if attn in of_attn else "" for attn in attns]

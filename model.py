@@ -35,10 +35,8 @@ def causal_mask(T, S, device):
 def sdpa(q, k, v, dropout_p, bias=None):
     """softmax(q k^T / sqrt(D) + bias) v over the causal keys, by torch's own kernels; bias (T, S) or (B, H, T, S)."""
     T, S = q.size(2), k.size(2)
-    if bias is None and T == S:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
-    if bias is None and T == 1:         # a single query sees every key
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+    if bias is None and T in (1, S):                                                # a single query sees every key
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=T > 1)
     mask = causal_mask(T, S, q.device)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -249,7 +247,7 @@ class TRA(Attention):
 
     def heads(self, x):
         qkv = super().heads(x)                                                      # (3, B, H, T, D)
-        q, k = F.rms_norm(qkv[:2].contiguous(), qkv.shape[-1:])                     # no learned scale
+        q, k = F.rms_norm(qkv[:2].contiguous(), qkv.shape[-1:])                     # no learned scale; contiguous: faster
         return q, k, qkv[2]
 
     def attend(self, x, q, k, v, cache):

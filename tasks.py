@@ -259,8 +259,8 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the stream they come from (default 0)")
     parser.add_argument("--plain", action="store_true", default=False, help="tokens and single spaces, nothing else")
     parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="whose sizes (default laptop)")
-    for name, field in {field.name: field for task in TASKS.values() for field in fields(task)}.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=field.type, help=field.metadata.get("help"))
+    for name, size in {size.name: size for task in TASKS.values() for size in fields(task)}.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=size.type, help=size.metadata.get("help"))
     args = vars(parser.parse_args(argv))
     split, count, seed, plain = (args.pop(name) for name in ("split", "count", "seed", "plain"))
     task = make_task(args.pop("task"), **args)

@@ -46,10 +46,11 @@ PRESETS = {
         "instruct": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, beta2=0.98, steps=9000),
         "wikitext": dict(n_layer=4, n_embd=128, steps=800, eval_every=100, examples=131_072),
     },
-    # The paper's models and lengths, with fewer and larger steps: an hour or two on one CPU thread
+    # The paper's models and lengths in fewer and larger steps, and more steps on text: an hour or two on one CPU thread
     "middle": {
         "flipflop": dict(PAPER, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
         "copy": dict(PAPER, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
+        "wikitext": dict(n_layer=4, n_embd=128, steps=6000, eval_every=500, examples=131_072),
     },
     "paper": {
         "flipflop": dict(PAPER, batch=64, steps=25_000),
@@ -76,7 +77,7 @@ def learning_rate(step, args):
 
 
 def make_optimizer(model, args):
-    """AdamW. Another one may stand here: a run that was started with it resumes with it."""
+    """AdamW. Put another optimizer here if you like; resuming works with any."""
     # Matrices decay. Vectors and forget gates do not: decay pulls f to log(1/2), and closes gates that should be open.
     decayed, others = [], []
     for name, p in model.named_parameters():
@@ -279,7 +280,8 @@ def make_parser():
     add("--attn", choices=ATTENTIONS, default=argparse.SUPPRESS, help="the attention to train, see model.py")
     add("--task", choices=[*TASKS, "wikitext"], default=argparse.SUPPRESS, help="what to train it on, see tasks.py")
     add("--data", default=argparse.SUPPRESS, help="a text that data.py prepared; no --task is needed then")
-    add("--scale", choices=PRESETS, default="laptop", help="which preset")
+    add("--scale", choices=PRESETS, default="laptop", help="which preset: laptop takes minutes, middle has the paper's "
+        "sizes and takes an hour or two, paper is for a GPU")
     add("--seed", type=int, default=0, help="of the weights, the data and the dropout")
     add("--examples", type=int, default=500, help="examples in each test set; for a text, tokens of it")
     add("--out", default=argparse.SUPPRESS, help="folder of the run, if not out/{task}-{attn}-s{seed} and the like")
@@ -314,7 +316,7 @@ def parse_flags(argv=None):
     if task:
         cls, presets = TASKS.get(task, Text), PRESETS[chosen["scale"]]
         add_fields(parser.add_argument_group(f"size of {task}"), cls)
-        sizes = cls.scales["laptop" if chosen["scale"] == "laptop" else "paper"]
+        sizes = cls.scales.get(chosen["scale"], cls.scales["paper"])
         parser.set_defaults(task=task, **sizes, **presets.get(task, presets["copy"]))
     parser.add_argument("-h", "--help", action="help", help="show this, with the values of the preset of --task")
     args = vars(parser.parse_args(argv))

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,6 +28,8 @@ if __name__ != "__main__":
 import triton
 
 from extras import kernel
+from extras.test_fast import (ABLATIONS, CASES, assert_agrees, assert_dropout_is_the_same_in_both_passes, make_inputs,
+                              output_and_gradients)
 from model import tra_plain
 
 # Rows that keep nothing have log(0), and the random numbers of dropout overflow by design.
@@ -39,83 +40,27 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def large_blocks(monkeypatch):
     """The interpreter's time goes by blocks, so let float32 have the large ones too. Few rows at a time in backward."""
-    torch.set_num_threads(1)
     monkeypatch.setattr(kernel, "block_sizes", lambda dtype, width: (64, 32))
     monkeypatch.setattr(kernel, "COUNTS_PER_KEY", 2)
 
 
-def make_inputs(T, S, D=16, gate=None):
-    """q, k, v and log_forget for two heads, as TRA's layer makes them; or with one gate for all."""
-    generator = torch.Generator().manual_seed(T + S)
-    q, k, v = (torch.randn(1, 2, n, D, generator=generator) for n in (T, S, S))
-    f = F.logsigmoid(torch.randn(1, 2, T, generator=generator)) if gate is None else torch.full((1, 2, T), gate)
-    return F.rms_norm(q, (D,)), F.rms_norm(k, (D,)), v, f
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_equals_the_plain_form(case):
+    # Logits in the thousands keep three decimals in float32.
+    assert_agrees(kernel.tra_fused, CASES[case], tolerance=2e-3 if "norm 30" in case else 1e-5)
 
 
-def output_and_gradients(attention, inputs, *settings):
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = attention(*leaves, *settings)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-
-
-def assert_agrees(inputs, *settings, plain=tra_plain, tolerance=1e-5):
-    """Compare with the plain form in float64, and return the kernel's output and gradients."""
-    got = output_and_gradients(kernel.tra_fused, inputs, *settings)
-    want = output_and_gradients(plain, [x.double() for x in inputs], *settings)
-    for name, x, y in zip(("output", "dq", "dk", "dv", "df"), got, want):
-        error = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
-        assert error <= tolerance, f"{name} is off by {error:.1e}"
-    return got
-
-
-@pytest.mark.parametrize("T, S, sparse, contextual", [
-    (128, 128, True, True), (100, 100, True, True), (37, 150, True, True), (70, 130, True, True), (1, 90, True, True),
-    (1, 1, True, True), (75, 100, True, False), (75, 100, False, True), (75, 100, False, False)])
-def test_full_rows_part_rows_odd_lengths_and_ablations(T, S, sparse, contextual):
-    assert_agrees(make_inputs(T, S), sparse, contextual)
+@pytest.mark.parametrize("ablation", ABLATIONS[1:])
+def test_ablations(ablation):
+    assert_agrees(kernel.tra_fused, make_inputs(75, 100), *ablation)
 
 
 def test_small_blocks_and_head_widths_that_are_no_power_of_two(monkeypatch):
-    assert_agrees(make_inputs(50, 70, D=20))
+    assert_agrees(kernel.tra_fused, make_inputs(50, 70, D=20))
     monkeypatch.setattr(kernel, "block_sizes", lambda dtype, width: (16, 16))
-    assert_agrees(make_inputs(30, 40, D=3))
+    assert_agrees(kernel.tra_fused, make_inputs(30, 40, D=3))
     with pytest.raises(ValueError, match="128"):
         kernel.tra_fused(*make_inputs(4, 4, D=130))
-
-
-def test_rows_that_keep_nothing_and_a_row_that_keeps_only_the_first_key():
-    q, k, v, f = make_inputs(150, 150, gate=-25.0)
-    # Component 3 is positive in key 0 alone, and no key is positive in component 2.
-    k[..., 2:] = -k[..., 2:].abs() - 0.1
-    k[:, :, 0, 3] = 0.5
-    q[:, :, 140:143] = 0
-    q[:, :, 140, 3] = 2.0
-    q[:, :, 141, 2] = 2.0
-    out, *_ = assert_agrees((q, k, v, f))
-    assert torch.allclose(out[:, :, 140], v[:, :, 0])
-    assert not out[:, :, 141:143].any()
-
-
-@pytest.mark.parametrize("gate", [-0.1, -5.0])
-def test_scores_that_are_exactly_zero(gate):
-    q, k, v, f = make_inputs(100, 100, gate=gate)
-    assert_agrees((q.round().clamp(-1, 1), k.round().clamp(-1, 1), v, f))
-
-
-@pytest.mark.parametrize("gate, norm", [(0.0, 0.01), (-1e-6, 30), (-0.5, 30), (-30.0, 0.01), (-1e4, 30)])
-def test_extreme_gates_and_norms(gate, norm):
-    q, k, v, f = make_inputs(43, 90, gate=gate)
-    # Logits in the thousands keep three decimals in float32. The last keys are the shortest, so the bound is loose.
-    k = k * torch.linspace(2, 0.1, 90)[:, None]
-    assert_agrees((norm * q, norm * k, v, f), tolerance=1e-5 if norm < 1 else 2e-3)
-
-
-def test_gates_by_head_and_by_query():
-    q, k, v, f = make_inputs(70, 130, gate=0.0)
-    f[:, 1] = -20
-    f[:, :, ::3] = -3
-    assert_agrees((q, k, v, f))
 
 
 def test_early_exit_does_not_read_what_is_forgotten():
@@ -131,25 +76,13 @@ def test_float16_and_the_mixed_dtypes_of_autocast():
     q, k, v, f = make_inputs(100, 130, D=32)
     # Scores must not change their sign when q and k take the dtype of v.
     q, k = q.half().float(), k.half().float()
-    got = assert_agrees((q, k, v.half(), f), tolerance=3e-3)
+    got = assert_agrees(kernel.tra_fused, (q, k, v.half(), f), tolerance=3e-3)
     assert [x.dtype for x in got] == [torch.float16, torch.float32, torch.float32, torch.float16, torch.float32]
 
 
-def test_dropout_drops_the_right_share_and_the_same_weights_in_both_passes():
-    q, k, v, f = make_inputs(60, 64, D=64, gate=-0.1)
-    # With the identity for v, the output is the weights.
-    identity = torch.eye(64).expand(1, 2, 64, 64)
-    torch.manual_seed(5)
-    dropped, whole = kernel.tra_fused(q, k, identity, f, dropout_p=0.3), tra_plain(q, k, identity, f)
-    mask = (dropped != 0) / 0.7
-    assert (dropped - whole * mask).abs().max() <= 1e-6
-    assert abs((dropped[whole > 0] != 0).double().mean() - 0.7) < 0.04
-
-    def plain_with_this_mask(q, k, v, f, *settings):
-        return tra_plain(q, k, identity.double(), f) * mask.double() @ v
-
-    torch.manual_seed(5)
-    assert_agrees((q, k, v, f), True, True, 0.3, plain=plain_with_this_mask)
+def test_dropout():
+    inputs = make_inputs(60, 64, D=64, gate=-0.1)
+    assert_dropout_is_the_same_in_both_passes(kernel.tra_fused, inputs, True, True)
 
 
 def test_memory_is_linear_in_the_length(monkeypatch):
