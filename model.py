@@ -247,7 +247,8 @@ class TRA(Attention):
 
     def heads(self, x):
         qkv = super().heads(x)                                                      # (3, B, H, T, D)
-        q, k = F.rms_norm(qkv[:2].contiguous(), qkv.shape[-1:])                     # no learned scale; contiguous: faster
+        # No learned scale. One call on contiguous memory is faster.
+        q, k = F.rms_norm(qkv[:2].contiguous(), qkv.shape[-1:])
         return q, k, qkv[2]
 
     def attend(self, x, q, k, v, cache):
