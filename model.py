@@ -35,8 +35,10 @@ def causal_mask(T, S, device):
 def sdpa(q, k, v, dropout_p, bias=None):
     """softmax(q k^T / sqrt(D) + bias) v over the causal keys, by torch's own kernels; bias (T, S) or (B, H, T, S)."""
     T, S = q.size(2), k.size(2)
-    if bias is None and T in (1, S):                                                # a single query sees every key
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=T > 1)
+    if bias is None and T == S:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    if bias is None and T == 1:         # a single query sees every key
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
     mask = causal_mask(T, S, q.device)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
