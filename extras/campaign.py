@@ -22,8 +22,8 @@ RECORDS = "results/runs.jsonl"
 SIX = ["tra", "rope", "cope", "fox", "alibi", "nope"]
 PARTS = ["--no-sparse", "--no-contextual", "--no-sparse --no-contextual"]
 TEXT = "--data data/wikitext-2-byte"
-# (title, flags of train.py, seeds). A title is a table. No preset was chosen on these seeds. Runs at another decay look
-# for one that suits a task, or an attention, better than its preset's.
+# (title, flags of train.py, seeds). A title is a table. No preset was chosen on these seeds. Runs at another decay
+# or learning rate look for one that suits a task, or an attention, better than its preset's.
 EXPERIMENTS = [
     ("copy", ["--attn tra --task copy"], range(712, 724)),
     ("flipflop", [f"--attn {attn} --task flipflop" for attn in SIX], range(500, 504)),
@@ -44,6 +44,10 @@ EXPERIMENTS = [
     ("wikitext-2", [f"--attn {attn} {TEXT} --weight-decay 0.2" for attn in SIX[1:]], [500]),
     ("instruct", [f"--attn {attn} --task instruct --weight-decay 0.2" for attn in SIX[1:]], [500]),
     ("copy, the paper's sizes", [f"--attn {attn} --task copy --scale middle" for attn in SIX[:4]], [712]),
+    ("flipflop", [f"--attn {attn} --task flipflop --lr 0.001" for attn in SIX[1:]], [500]),
+    ("copy", [f"--attn {attn} --task copy --lr 0.001" for attn in SIX[1:]], [712]),
+    ("induct", [f"--attn {attn} --task induct --lr 0.001" for attn in SIX[1:]], [500]),
+    ("wikitext-2, longer", [f"--attn {attn} {TEXT} --scale middle" for attn in ("tra", "rope", "fox")], [500]),
 ]
 
 
