@@ -243,6 +243,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except UnicodeDecodeError as error:
+        sys.exit(f"error: the text is not UTF-8, save it as UTF-8 first: {error}")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

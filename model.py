@@ -329,6 +329,8 @@ class GPTConfig:
             raise ValueError(f"RoPE turns pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}")
         if not (self.sparse and self.contextual) and not issubclass(ATTENTIONS[self.attn], TRA):
             raise ValueError(f"sparse and contextual are parts of TRA; {self.attn} has none to switch off")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
 
 
 class MLP(nn.Module):

@@ -235,6 +235,10 @@ TASKS = {"flipflop": FlipFlop, "copy": Copy, "induct": Induct, "instruct": Instr
 
 def make_task(name, scale="laptop", **sizes):
     """The task of this name at a scale, with other sizes in the place of the scale's."""
+    known = [size.name for size in fields(TASKS[name])]
+    unknown = [size for size in sizes if size not in known]
+    if unknown:
+        raise ValueError(f"{unknown[0]} means nothing to {name}; its sizes are {', '.join(known)}")
     return TASKS[name](**TASKS[name].scales[scale] | sizes)
 
 
@@ -272,5 +276,5 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")

@@ -744,7 +744,7 @@ def test_a_text_that_is_half_prepared_is_never_taken_for_done():
     ("train.py", "--attn tra --task copy"),
     ("train.py --attn tra --task copy --pairs 3", "--pairs"),
     ("train.py --attn tra --task copy --n-head 3", "divisible"),
-    ("train.py --attn tra --task copy --dropout 2", "dropout probability"),
+    ("train.py --attn tra --task copy --dropout 1", "dropout must be"),
     ("train.py --attn rope --task copy --n-embd 12", "must be even"),
     ("train.py --attn rope --task copy --no-sparse", "parts of TRA"),
     ("train.py --attn tra --task induct --symbols 3", "more symbols than pairs"),
@@ -754,9 +754,10 @@ def test_a_text_that_is_half_prepared_is_never_taken_for_done():
     ("eval.py nowhere", "holds no run"),
     ("eval.py damaged", "is damaged"),
     ("data.py nowhere.txt", "neither a file nor a folder"),
-    ("data.py binary.txt", "'utf-8'"),
+    ("data.py binary.txt", "not UTF-8"),
     ("data.py short.txt", "too few lines"),
     ("tasks.py --task copy --split 9x", "choose one of train, 1x"),
+    ("tasks.py --task copy --pairs 3", "its sizes are length, symbols"),
 ])
 def test_bad_input_gets_one_line_and_an_exit_code(monkeypatch, capsys, command, reason):
     Path("binary.txt").write_bytes(b"\xff\xfe line\n" * 100)

@@ -46,7 +46,7 @@ PRESETS = {
         "instruct": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, beta2=0.98, steps=9000),
         "wikitext": dict(n_layer=4, n_embd=128, steps=800, eval_every=100, examples=131_072),
     },
-    # The paper's models and lengths in fewer and larger steps, and more steps on text: an hour or two on one CPU thread
+    # The paper's models and lengths in fewer and larger steps, and more steps on text, for a CPU. Only flipflop was tried.
     "middle": {
         "flipflop": dict(PAPER, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
         "copy": dict(PAPER, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
@@ -77,7 +77,7 @@ def learning_rate(step, args):
 
 
 def make_optimizer(model, args):
-    """AdamW. Put another optimizer here if you like; resuming works with any."""
+    """AdamW. Put another one here if you like: a run resumes with the optimizer it was started with."""
     # Matrices decay. Vectors and forget gates do not: decay pulls f to log(1/2), and closes gates that should be open.
     decayed, others = [], []
     for name, p in model.named_parameters():
@@ -281,7 +281,7 @@ def make_parser():
     add("--task", choices=[*TASKS, "wikitext"], default=argparse.SUPPRESS, help="what to train it on, see tasks.py")
     add("--data", default=argparse.SUPPRESS, help="a text that data.py prepared; no --task is needed then")
     add("--scale", choices=PRESETS, default="laptop", help="which preset: laptop takes minutes, middle has the paper's "
-        "sizes and takes an hour or two, paper is for a GPU")
+        "sizes in fewer steps, paper is for a GPU")
     add("--seed", type=int, default=0, help="of the weights, the data and the dropout")
     add("--examples", type=int, default=500, help="examples in each test set; for a text, tokens of it")
     add("--out", default=argparse.SUPPRESS, help="folder of the run, if not out/{task}-{attn}-s{seed} and the like")
