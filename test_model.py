@@ -592,7 +592,7 @@ def rows_of(table):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-def test_a_row_has_mean_and_spread_over_seeds_and_is_rounded_down():
+def test_a_row_has_mean_and_spread_over_seeds_and_100_where_nothing_was_wrong():
     table = eval_module.table([make_record(0.9999), make_record(1.0, seed=1), make_record(attn="rope")])
     assert table.startswith("copy, laptop scale (length 16): exact match in %, examples per test set: 100\n")
     assert rows_of(table) == [["tra", "2", "100.0 ± 0.0", "99.9 ± 0.0"], ["rope", "1", "100.0", "50.0"]]

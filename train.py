@@ -46,7 +46,7 @@ PRESETS = {
         "instruct": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, beta2=0.98, steps=9000),
         "wikitext": dict(n_layer=4, n_embd=128, steps=800, eval_every=100, examples=131_072),
     },
-    # The paper's models and lengths in fewer and larger steps, and more steps on text, for a CPU. Only flipflop was tried.
+    # The paper's models and lengths in fewer and larger steps, more steps on text, for a CPU. Only flipflop was tried.
     "middle": {
         "flipflop": dict(PAPER, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
         "copy": dict(PAPER, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
