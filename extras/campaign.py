@@ -22,31 +22,32 @@ RECORDS = "results/runs.jsonl"
 SIX = ["tra", "rope", "cope", "fox", "alibi", "nope"]
 PARTS = ["--no-sparse", "--no-contextual", "--no-sparse --no-contextual"]
 TEXT = "--data data/wikitext-2-byte"
-# (title, flags of train.py, seeds). A title is a table. No preset was chosen on these seeds. Runs at another decay
-# or learning rate look for one that suits a task, or an attention, better than its preset's.
+FOUR = SIX[:4]
+# (title, flags of train.py, seeds), in the order to train them. A title is a table. No preset was chosen on these seeds.
+# Runs at another decay or learning rate look for one that suits an attention better than the preset's.
 EXPERIMENTS = [
     ("copy", ["--attn tra --task copy"], range(712, 724)),
     ("flipflop", [f"--attn {attn} --task flipflop" for attn in SIX], range(500, 504)),
-    ("flipflop, parts of TRA", [f"--attn tra --task flipflop {part}" for part in PARTS], range(500, 504)),
-    ("copy", [f"--attn {attn} --task copy" for attn in SIX[1:]], range(712, 716)),
     ("copy, two threads", ["--attn tra --task copy"], range(712, 716)),
+    ("copy", [f"--attn {attn} --task copy{decay}" for attn in FOUR for decay in ("", " --weight-decay 0.01")],
+     range(712, 716)),
+    ("induct", [f"--attn {attn} --task induct" for attn in FOUR], range(500, 504)),
+    ("copy, parts of TRA", [f"--attn tra --task copy {part}" for part in PARTS], range(712, 716)),
+    ("flipflop, parts of TRA", [f"--attn tra --task flipflop {part}" for part in PARTS], range(500, 504)),
+    ("instruct", [f"--attn {attn} --task instruct" for attn in SIX], range(500, 504)),
     ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in SIX], range(500, 504)),
     ("induct", [f"--attn {attn} --task induct" for attn in SIX], range(500, 504)),
-    ("instruct", [f"--attn {attn} --task instruct" for attn in SIX], range(500, 504)),
-    ("copy", [f"--attn {attn} --task copy --weight-decay 0.01" for attn in SIX], range(712, 716)),
-    ("copy, parts of TRA", [f"--attn tra --task copy {part}" for part in PARTS], range(712, 716)),
-    ("flipflop, the paper's sizes", [f"--attn {attn} --task flipflop --scale middle" for attn in SIX[:4]],
-     range(500, 504)),
-    ("induct", ["--attn tra --task induct --weight-decay 0.2"], range(500, 504)),
-    ("wikitext-2", [f"--attn tra {TEXT} --weight-decay 0.2"], range(500, 504)),
-    ("instruct", ["--attn tra --task instruct --weight-decay 0.2"], range(500, 504)),
-    ("induct", [f"--attn {attn} --task induct --weight-decay 0.2" for attn in SIX[1:]], [500]),
-    ("wikitext-2", [f"--attn {attn} {TEXT} --weight-decay 0.2" for attn in SIX[1:]], [500]),
-    ("instruct", [f"--attn {attn} --task instruct --weight-decay 0.2" for attn in SIX[1:]], [500]),
-    ("copy, the paper's sizes", [f"--attn {attn} --task copy --scale middle" for attn in SIX[:4]], [712]),
+    ("copy", [f"--attn {attn} --task copy{decay}" for attn in SIX for decay in ("", " --weight-decay 0.01")],
+     range(712, 716)),
+    ("induct", [f"--attn {attn} --task induct --weight-decay 0.2" for attn in SIX], range(500, 504)),
+    ("wikitext-2", [f"--attn {attn} {TEXT} --weight-decay 0.2" for attn in SIX], range(500, 504)),
+    ("instruct", [f"--attn {attn} --task instruct --weight-decay 0.2" for attn in SIX], range(500, 504)),
     ("flipflop", [f"--attn {attn} --task flipflop --lr 0.001" for attn in SIX[1:]], [500]),
     ("copy", [f"--attn {attn} --task copy --lr 0.001" for attn in SIX[1:]], [712]),
     ("induct", [f"--attn {attn} --task induct --lr 0.001" for attn in SIX[1:]], [500]),
+    ("flipflop, the paper's sizes", [f"--attn {attn} --task flipflop --scale middle" for attn in FOUR],
+     range(500, 504)),
+    ("copy, the paper's sizes", [f"--attn {attn} --task copy --scale middle" for attn in FOUR], [712]),
     ("wikitext-2, longer", [f"--attn {attn} {TEXT} --scale middle" for attn in ("tra", "rope", "fox")], [500]),
 ]
 
@@ -59,12 +60,11 @@ def read_records():
 
 
 def missing_runs(only):
-    """(title, flags) of every run that has no record: first one seed of everything, then the next."""
+    """(title, flags) of every run that has no record."""
     done = [(record["title"], record["flags"]) for record in read_records()]
-    wanted = [(place, (title, f"{flags} --seed {seed}")) for title, many, seeds in EXPERIMENTS
-              for place, seed in enumerate(seeds) for flags in many]
-    in_order = [run for _, run in sorted(wanted, key=lambda item: item[0])]
-    return [run for run in in_order if run not in done and only in run[0]]
+    wanted = [(title, f"{flags} --seed {seed}") for title, many, seeds in EXPERIMENTS for seed in seeds
+              for flags in many]
+    return [run for run in dict.fromkeys(wanted) if run not in done and only in run[0]]
 
 
 def folder_of(title, flags):
