@@ -7,7 +7,7 @@ WikiText-2, WikiText-103 or any text of your own, as token ids on disk.
     python data.py copy.zip --out data/wikitext-2-byte  # a copy of WikiText's zip, or a folder with its three files
 
 A prepared folder holds train.bin, val.bin, test.bin (token ids as little-endian uint16, no header) and meta.json:
-tokenizer and vocab_size; tokens and bytes of each split; source and sha256 of the text.
+source and sha256 of the text, tokenizer, vocab_size, and the number of tokens in each split.
 
 WikiText (Merity et al. 2016, arXiv 1609.07843) is text of Wikipedia, under CC BY-SA 3.0 and GFDL.
 """
@@ -19,7 +19,6 @@ import http.client
 import io
 import json
 import os
-import re
 import sys
 import urllib.request
 import zipfile
@@ -58,19 +57,6 @@ def tokenizer(name):
     return (lambda text: gpt2.encode_to_numpy(text, disallowed_special=())), gpt2.decode_bytes
 
 
-def pieces(text, size=1 << 20):
-    """Cut UTF-8 bytes into strings of about that size, so that the tokens are those of the uncut text.
-
-    No token of GPT-2 reaches from a printable ASCII character into the white space after it, so that is where we cut.
-    """
-    start = 0
-    while start < len(text):
-        cut = re.compile(rb"[!-~](?=[ \n])").search(text, start + size)
-        end = cut.end() if cut else len(text)
-        yield text[start:end].decode()
-        start = end
-
-
 def split_text(text):
     """One text into three: 90, 5 and 5 percent, cut at the ends of lines."""
     cuts = [0] + [text.rfind(b"\n", 0, len(text) * percent // 100) + 1 for percent in (90, 95)] + [len(text)]
@@ -82,24 +68,21 @@ def split_text(text):
 def download(name):
     """The zip of a WikiText, from the first address that delivers the right sha256."""
     sha256, urls = WIKITEXTS[name]
-    reasons = []
     for url in urls:
-        host, content = url.split("/")[2], bytearray()
-        # Python's own User-Agent is refused by one of them.
+        # One of them refuses Python's own User-Agent.
         request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0 (compatible; data.py)"})
+        content = bytearray()
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                total = int(answer.headers["Content-Length"] or 0)
                 while block := answer.read(1 << 22):
                     content += block
-                    print(f"{host}: {len(content) / 1e6:.0f} of {total / 1e6:.0f} MB", flush=True)
+                    print(f"{url}: {len(content):,} of {answer.headers['Content-Length']} bytes", flush=True)
             if hashlib.sha256(content).hexdigest() == sha256:
                 return content
-            reasons.append(f"{host}: wrong sha256 of {len(content):,} bytes, with {total:,} announced")
+            print(f"{url}: these {len(content):,} bytes have the wrong sha256")
         except (OSError, http.client.HTTPException) as error:
-            reasons.append(f"{host}: {error}")
-    raise OSError(f"could not fetch {name} ({'; '.join(reasons)}): try again later, or give a copy of the zip, "
-                  "or any text: python data.py PATH")
+            print(f"{url}: {error}")
+    raise OSError(f"could not fetch {name}: try again later, or prepare a copy of the zip, or any text of your own")
 
 
 def read_source(source):
@@ -131,16 +114,14 @@ def prepare(source, tokenizer_name="byte", out=None):
         raise FileExistsError(f"{out} is already there: train on it, delete it first, or choose another --out")
     encode, _ = tokenizer(tokenizer_name)
     texts = read_source(source)
-    meta = dict(tokenizer=tokenizer_name, vocab_size=VOCAB_SIZE[tokenizer_name], source=name,
-                sha256=hashlib.sha256(b"".join(texts.values())).hexdigest(),
-                bytes={split: len(text) for split, text in texts.items()}, tokens={})
+    meta = dict(source=name, sha256=hashlib.sha256(b"".join(texts.values())).hexdigest(), tokenizer=tokenizer_name,
+                vocab_size=VOCAB_SIZE[tokenizer_name], tokens={})
     out.mkdir(parents=True, exist_ok=True)
     for split, text in texts.items():
-        with open(out / f"{split}.bin", "wb") as file:
-            for piece in pieces(text):
-                file.write(encode(piece).astype("<u2").tobytes())
-            meta["tokens"][split] = file.tell() // 2
-        print(f"{split}: {len(text):,} bytes, {meta['tokens'][split]:,} {tokenizer_name} tokens", flush=True)
+        ids = encode(text.decode())
+        ids.astype("<u2").tofile(out / f"{split}.bin")
+        meta["tokens"][split] = len(ids)
+        print(f"{split}: {len(text):,} bytes, {len(ids):,} {tokenizer_name} tokens", flush=True)
     (out / "meta.tmp").write_text(json.dumps(meta, indent=1) + "\n")
     os.replace(out / "meta.tmp", out / "meta.json")
     print(f"{out} is ready: python train.py --attn tra --data {out}")
@@ -150,7 +131,7 @@ def prepare(source, tokenizer_name="byte", out=None):
 # From token ids to batches
 
 
-@dataclass(frozen=True)
+@dataclass
 class Text:
     """A prepared text as a task like those of tasks.py. Every token is scored, and the measure is perplexity.
 
@@ -159,52 +140,28 @@ class Text:
     Its test sets are windows of 1, 2, 4 ... 32 times the training window over one and the same test text.
     """
     data: str = field(metadata={"help": "a folder that data.py prepared"})
-    window: int = field(metadata={"help": "tokens in a training sequence"})
+    window: int = field(default=128, metadata={"help": "tokens in a training sequence"})
     metric, unit = "perplexity", "tokens"
-    scales = {"laptop": dict(data="data/wikitext-2-byte", window=128),
-              "middle": dict(data="data/wikitext-2-byte", window=128),
-              "paper": dict(data="data/wikitext-103-gpt2", window=128)}
     validation = "val", 32_769
 
     def __post_init__(self):
-        for split, ids in self.tokens.items():
-            if not 0 < self.window < len(ids):
-                raise ValueError(f"the {split} text of {self.data} has {len(ids):,} tokens: no window of {self.window}")
-
-    @functools.cached_property
-    def meta(self):
-        path = Path(self.data) / "meta.json"
-        if not path.exists():
+        folder = Path(self.data)
+        if not (folder / "meta.json").exists():
             raise FileNotFoundError(f"{self.data} holds no prepared text: make one with data.py, see its --help")
-        return json.loads(path.read_text())
-
-    @functools.cached_property
-    def tokens(self):
-        folder, splits = Path(self.data), self.meta["tokens"]
-        return {split: np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in splits}
-
-    @property
-    def name(self):
-        return Path(self.data).resolve().name
-
-    @property
-    def sizes(self):
-        return {"window": self.window, "text": self.meta["sha256"][:8]}
-
-    @property
-    def vocab_size(self):
-        return self.meta["vocab_size"]
+        meta = json.loads((folder / "meta.json").read_text())
+        self.name, self.vocab_size, self.tokenizer = folder.resolve().name, meta["vocab_size"], meta["tokenizer"]
+        self.tokens = {split: np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in SPLITS}
+        shortest = min(map(len, self.tokens.values()))
+        if not 0 < self.window < shortest:
+            raise ValueError(f"--window {self.window} does not fit {self.data}, where a split has {shortest:,} tokens")
+        windows = [self.window << i for i in range(6)]
+        self.splits = {"train": self.window} | {str(w): w for w in windows if w < len(self.tokens["test"])}
 
     def encode(self, text):
-        return tokenizer(self.meta["tokenizer"])[0](text).tolist()
+        return tokenizer(self.tokenizer)[0](text).tolist()
 
     def decode(self, ids):
-        return tokenizer(self.meta["tokenizer"])[1]([int(i) for i in ids]).decode(errors="replace")
-
-    @property
-    def splits(self):
-        windows = [self.window << i for i in range(6)]
-        return {"train": self.window} | {str(w): w for w in windows if w < len(self.tokens["test"])}
+        return tokenizer(self.tokenizer)[1]([int(i) for i in ids]).decode(errors="replace")
 
     def batch(self, split, seed, step, size):
         """Random windows of the training text, and the tokens that follow. Tests do not come from here."""
@@ -247,5 +204,3 @@ if __name__ == "__main__":
         sys.exit(f"error: the text is not UTF-8, save it as UTF-8 first: {error}")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command starts again")

@@ -18,10 +18,6 @@ Perplexity: the text is cut into consecutive windows, and each window reads its 
 So at every window size every token but the very first is scored exactly once, and the mean is over tokens.
 """
 
-if __name__ == "__main__":
-    import signal
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # no traceback, also while torch is loading
-
 import argparse
 import glob
 import itertools
@@ -68,12 +64,12 @@ def load_checkpoint(run):
         raise ValueError(f"{path} is damaged, or not a checkpoint of train.py") from error
 
 
-def load(run, device="auto", data=None):
-    """The model of a run, in eval mode on the best device, and its task. data: where a text has moved to."""
+def load(run, device="auto"):
+    """The model of a run, in eval mode on the best device, and its task."""
     ckpt = load_checkpoint(run)
     model = GPT(GPTConfig(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])
-    return model.to(pick_device(device)).eval(), open_task(ckpt["args"] | ({"data": data} if data else {}))
+    return model.to(pick_device(device)).eval(), open_task(ckpt["args"])
 
 
 def open_task(args):
@@ -111,19 +107,17 @@ def measure(model, task, split, count):
 
 
 # Flags that do not change the trained model, or are in the name already: they name neither a folder nor a row.
-NOT_SETTINGS = ("attn", "task", "scale", "seed", "examples", "out", "resume", "overwrite", "device", "compile",
+NOT_SETTINGS = ("attn", "task", "data", "scale", "seed", "examples", "out", "resume", "overwrite", "device", "compile",
                 "log_every", "eval_every", "save_every")
 
 
 def make_record(args, task, measured):
     """eval.json: what was measured on each test set, and every setting of the run."""
-    sizes = [*task.__dataclass_fields__]
-    settings = {name: value for name, value in args.items() if name not in NOT_SETTINGS and name not in sizes}
     return {"task": task.name, "attn": args["attn"], "seed": args["seed"], "scale": args["scale"],
             "metric": task.metric, "examples": max((found[task.unit] for found in measured.values()), default=0),
             "results": {split: found[task.metric] for split, found in measured.items()},
             "right_tokens": {split: found["right tokens"] for split, found in measured.items()},
-            "sizes": task.sizes, "settings": settings}
+            "settings": {name: value for name, value in args.items() if name not in NOT_SETTINGS}}
 
 
 # -----------------------------------------------------------------------------
@@ -153,7 +147,7 @@ def group(records):
     """Records -> [(what a table has in common, {name of a row: its records})], attentions in the order of model.py."""
     groups = {}
     for record in records:
-        about = {name: record.get(name) for name in ("title", "task", "scale", "metric", "sizes")}
+        about = {name: record[name] for name in ("task", "scale", "metric")}
         groups.setdefault(json.dumps([about, list(record["results"])]), (about, []))[1].append(record)
     for about, members in groups.values():
         rows = {}
@@ -189,48 +183,13 @@ def markdown(cells):
             for line in (cells[0], rule, *cells[1:])]
 
 
-def at_best(records):
-    """Of each attention, in each table, the records of its best setting, by the mean over test sets and seeds."""
-    def mean_result(found):
-        return statistics.fmean(value for record in found for value in record["results"].values())
-
-    kept = []
-    for about, rows in group(records):
-        _, _, best_of = METRICS[about["metric"]]
-        by_attn = {}
-        for found in rows.values():
-            by_attn.setdefault(found[0]["attn"], []).append(found)
-        for candidates in by_attn.values():
-            # Without their settings, all rows are named by the attention alone.
-            kept += [record | {"settings": {}} for record in best_of(candidates, key=mean_result)]
-    return kept
-
-
-def summary(records):
-    """One Markdown table: a row per task and test set, a column per attention, each at the best of its settings."""
-    attns = [attn for attn in ATTENTIONS if any(record["attn"] == attn for record in records)]
-    cells = [["task", "test set", "seeds", *attns]]
-    for about, rows in group(at_best(records)):
-        _, show, _ = METRICS[about["metric"]]
-        of_attn = {found[0]["attn"]: found for found in rows.values()}
-        counts = sorted({len(found) for found in rows.values()})
-        seeds = " or ".join(map(str, counts))
-        for split in next(iter(rows.values()))[0]["results"]:
-            means = [show(statistics.fmean(record["results"][split] for record in of_attn[attn]))
-                     if attn in of_attn else "" for attn in attns]
-            cells.append([about["title"] or about["task"], split, seeds, *means])
-    return "\n".join(markdown(cells)) + "\n"
-
-
 def table(records, key="results"):
     """A Markdown table per task: a row per attention and setting, a column per test set."""
     lines = []
     for about, rows in group(records):
         introduction, show, _ = METRICS[about["metric"] if key == "results" else "right tokens"]
         counts = ", ".join(f"{n:,}" for n in sorted({r["examples"] for found in rows.values() for r in found}))
-        sizes = ", ".join(f"{name} {value}" for name, value in about["sizes"].items())
-        title = about["title"] or about["task"]
-        lines += [f"{title}, {about['scale']} scale ({sizes}): {introduction}: {counts}", ""]
+        lines += [f"{about['task']}, {about['scale']} scale: {introduction}: {counts}", ""]
         splits = list(next(iter(rows.values()))[0][key])
         # Many columns, such as those of instruct: a table for each word before the dash.
         for _, part in itertools.groupby(splits, key=lambda split: len(splits) > 8 and split.rpartition("-")[0]):
@@ -255,17 +214,6 @@ def find_runs(names):
             inside = sorted(os.path.dirname(p) for p in glob.glob(os.path.join(path, "*", "ckpt.pt")))
             found += inside or [path]
     return found
-
-
-def choose(records, tasks=None, splits=None):
-    """Records of these tasks or titles, in this order, with these test sets; None: all."""
-    if tasks:
-        records = [record for task in tasks for record in records if task == (record.get("title") or record["task"])]
-    if splits:
-        kept = [[split for split in splits if split in record["results"]] for record in records]
-        records = [record | {key: {split: record[key][split] for split in own} for key in ("results", "right_tokens")}
-                   for record, own in zip(records, kept) if own]
-    return records
 
 
 def read_records(path):
@@ -298,40 +246,30 @@ def print_mistakes(run, model, task, splits, examples, wanted):
 
 
 def main(argv=None):
-    def names(text):
-        return text.split(",")
-
     parser = argparse.ArgumentParser(prog="eval.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", default=["out"], metavar="RUN",
                         help="folders that train.py wrote, patterns, or .jsonl files of records (default: all in out/)")
     parser.add_argument("--examples", type=int, metavar="N", help="measure again on N examples of each test set, or on "
                         "the first N tokens of a test text")
-    parser.add_argument("--split", "--windows", metavar="S,S", type=names,
+    parser.add_argument("--split", "--windows", metavar="S,S", type=lambda text: text.split(","),
                         help="only these test sets, such as 2x,4x, or for a text windows of any size")
-    parser.add_argument("--task", metavar="T,T", type=names, help="only these tasks, or titles of a .jsonl file")
-    parser.add_argument("--summary", action="store_true", help="one small table: a row per test set, a column per "
-                        "attention, at the best of its settings")
     parser.add_argument("--tokens", action="store_true", help="a table of right tokens instead of right sequences")
     parser.add_argument("--mistakes", type=int, metavar="N", help="print N wrong examples of each run instead")
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead; for a synthetic task, its tokens")
     parser.add_argument("--count", type=int, default=200, metavar="N", help="tokens to write (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: the likeliest (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice (default 0)")
-    parser.add_argument("--data", metavar="DIR", help="the prepared text, if it is no longer where it was in training")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
     args = parser.parse_args(argv)
     if args.examples is not None and args.examples < 2:
         parser.error("--examples must be at least 2")
     records = []
     for run in find_runs(args.runs):
-        is_record = run.endswith(".jsonl")
-        if is_record or not (args.examples or args.split or args.mistakes or args.prompt is not None):
-            records += choose(read_records(run), args.task, args.split)
+        if not (args.examples or args.split or args.mistakes or args.prompt is not None):
+            records += read_records(run)
             continue
-        model, task = load(run, args.device, args.data)
-        if args.task and task.name not in args.task:
-            continue
+        model, task = load(run, args.device)
         settings = load_checkpoint(run)["args"]
         settings["examples"] = args.examples or settings["examples"]
         splits = args.split or list(task.splits)[1:]
@@ -347,9 +285,7 @@ def main(argv=None):
         else:
             measured = {split: measure(model, task, split, settings["examples"]) for split in splits}
             records.append(make_record(settings, task, measured))
-    if records and args.summary:
-        print(summary(records), end="")
-    elif records:
+    if records:
         print(table(records, "right_tokens" if args.tokens else "results"), end="")
 
 

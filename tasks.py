@@ -22,34 +22,31 @@ from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
-SYMBOLS = string.ascii_letters + string.digits
+LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the tasks share. A task has vocab, scales (its sizes at each scale), sample(), and maybe splits of its own.
+    """What the tasks share. A task has fields (its sizes), vocab, sample() and maybe splits of its own.
 
-    Its fields are its sizes, and each becomes a flag. splits maps a name to what sample() needs to make that kind of
-    example; the first, "train", is for training, the others are test sets. (Append new ones at the end: the number of a
-    split is part of its seed.) sample(rng, size, spec) returns tokens (B, T+1) and a mask of those that are scored.
-    spec is what splits has under the name of the split; None tells it to draw a length for training.
+    Every field becomes a flag; its default is the laptop's size. splits maps a name to what sample() needs to make that
+    kind of example; the first, "train", is for training, the others are test sets. (Append new ones at the end: the
+    number of a split is part of its seed.) sample(rng, size, spec) returns tokens (B, T+1) and a mask of those that are
+    scored. spec is what splits has under the name of the split; None tells it to draw a length for training.
     """
-    length: int = field(metadata={"help": "longest training sequence: symbols, or instructions for flipflop"})
+    length: int = field(default=16, metadata={"help": "longest training sequence, in symbols"})
     metric, unit = "exact match", "examples"
     shortest = 1                # the least length that makes sense
 
     def __post_init__(self):
-        too_small = [name for name, value in self.sizes.items() if type(value) is int and value < 1]
-        if too_small or self.length < self.shortest:
-            raise ValueError(f"sizes must be at least 1, and the length of {self.name} {self.shortest}: {self.sizes}")
+        for size, value in asdict(self).items():
+            least = self.shortest if size == "length" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"the {size} of {self.name} must be at least {least}, not {value}")
 
     @property
     def name(self):
         return next(name for name, kind in TASKS.items() if kind is type(self))
-
-    @property
-    def sizes(self):
-        return asdict(self)
 
     @property
     def vocab_size(self):
@@ -76,7 +73,7 @@ class Task:
 
     @property
     def validation(self):
-        """For a quick look during training, a peek at the first test set: its name, and how many examples."""
+        """For a quick look during training: the first test set, and how many examples of it."""
         return list(self.splits)[1], 100
 
     def encode(self, text):
@@ -90,7 +87,7 @@ class Task:
         return " ".join(self.vocab[i] for i in ids)
 
     def symbol_names(self):
-        return [SYMBOLS[i] if i < len(SYMBOLS) else f"s{i}" for i in range(self.symbols)]
+        return [LETTERS[i] if i < len(LETTERS) else f"s{i}" for i in range(self.symbols)]
 
     def multiples(self, factors):
         """{"1x": L, "1.5x": 1.5 L, ...}: test lengths by name."""
@@ -105,8 +102,8 @@ class FlipFlop(Task):
 
     The first instruction is w, the last r; between them i has probability p, and w and r share the rest.
     """
+    length: int = field(default=64, metadata={"help": "instructions in a training sequence"})
     vocab = ["w", "r", "i", "0", "1"]
-    scales = {"laptop": dict(length=64), "paper": dict(length=256)}
     shortest = 2
 
     @property
@@ -136,8 +133,7 @@ class Copy(Task):
 
     Training practises long sequences more: it draws two lengths and takes the longer one.
     """
-    symbols: int = field(metadata={"help": "number of different symbols"})
-    scales = {"laptop": dict(length=16, symbols=48), "paper": dict(length=50, symbols=64)}
+    symbols: int = field(default=48, metadata={"help": "number of different symbols"})
 
     @property
     def vocab(self):
@@ -160,9 +156,9 @@ class Induct(Task):
     The queried symbols are placed once each, never side by side, and the rest is filled from the others. So an answer
     is never itself a query, and any length works.
     """
-    symbols: int = field(metadata={"help": "number of different symbols"})
-    pairs: int = field(metadata={"help": "queries with their answers in a sequence"})
-    scales = {"laptop": dict(length=20, symbols=16, pairs=6), "paper": dict(length=50, symbols=64, pairs=8)}
+    length: int = field(default=20, metadata={"help": "longest training sequence, in symbols"})
+    symbols: int = field(default=16, metadata={"help": "number of different symbols"})
+    pairs: int = field(default=6, metadata={"help": "queries with their answers in a sequence"})
     shortest = 2
 
     def __post_init__(self):
@@ -200,8 +196,8 @@ class Instruct(Task):
     The answer to an empty sequence is <eos> alone: <first> <sep> [<eos>]. After its answer a row is filled with <eos>,
     unscored. Training practises most what is hardest: long answers twice as often, and the longest of three lengths.
     """
-    symbols: int = field(metadata={"help": "number of different symbols"})
-    scales = {"laptop": dict(length=10, symbols=16), "paper": dict(length=50, symbols=64)}
+    length: int = field(default=10, metadata={"help": "longest training sequence, in symbols"})
+    symbols: int = field(default=16, metadata={"help": "number of different symbols"})
     instructions = ["copy", "reverse", "first", "last"]
     practice = [0, 0, 1, 1, 2, 3]       # training draws from these
 
@@ -233,15 +229,6 @@ class Instruct(Task):
 TASKS = {"flipflop": FlipFlop, "copy": Copy, "induct": Induct, "instruct": Instruct}
 
 
-def make_task(name, scale="laptop", **sizes):
-    """The task of this name at a scale, with other sizes in the place of the scale's."""
-    known = [size.name for size in fields(TASKS[name])]
-    unknown = [size for size in sizes if size not in known]
-    if unknown:
-        raise ValueError(f"{unknown[0]} means nothing to {name}; its sizes are {', '.join(known)}")
-    return TASKS[name](**TASKS[name].scales[scale] | sizes)
-
-
 def as_text(task, x, y, predicted=None, mark=True):
     """One example on a line, scored tokens in [brackets]; where predicted is wrong, as [right->predicted]."""
     words, last = [task.decode([x[0]])], np.flatnonzero(y >= 0)[-1]         # what comes after the last one is padding
@@ -262,12 +249,14 @@ def main(argv=None):
     parser.add_argument("--count", type=int, default=3, metavar="N", help="how many examples (default 3)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the stream they come from (default 0)")
     parser.add_argument("--plain", action="store_true", default=False, help="tokens and single spaces, nothing else")
-    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="whose sizes (default laptop)")
     for name, size in {size.name: size for task in TASKS.values() for size in fields(task)}.items():
         parser.add_argument("--" + name.replace("_", "-"), type=size.type, help=size.metadata.get("help"))
-    args = vars(parser.parse_args(argv))
-    split, count, seed, plain = (args.pop(name) for name in ("split", "count", "seed", "plain"))
-    task = make_task(args.pop("task"), **args)
+    sizes = vars(parser.parse_args(argv))
+    name, split, count, seed, plain = (sizes.pop(flag) for flag in ("task", "split", "count", "seed", "plain"))
+    unknown = sizes.keys() - TASKS[name].__dataclass_fields__
+    if unknown:
+        raise ValueError(f"{name} has no {' or '.join(unknown)}; see --help")
+    task = TASKS[name](**sizes)
     for step in range(count):
         x, y = task.batch(split, seed, step, 1)
         print(as_text(task, x[0], y[0], mark=not plain))

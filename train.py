@@ -13,10 +13,6 @@ dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON obj
 `python train.py --task copy --help` shows every flag with the value that copy's preset gives it.
 """
 
-if __name__ == "__main__":
-    import signal
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # no traceback, also while torch is loading
-
 import argparse
 import json
 import math
@@ -25,7 +21,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 
 import torch
 
@@ -35,30 +31,33 @@ from model import ATTENTIONS, GPT, GPTConfig
 from tasks import TASKS
 
 # -----------------------------------------------------------------------------
-# One preset per scale and task. Every entry is a flag: --lr 1e-3 replaces it. The tasks' own sizes are in tasks.py.
+# One preset per scale and task. Every entry is a flag: --lr 1e-3 replaces it. At laptop scale a task has the sizes that
+# are its fields' defaults.
 
-PAPER = dict(n_layer=4, n_head=4, n_embd=256, batch=128, lr=1e-4, steps=100_000)    # for the synthetic tasks
+PAPER = dict(n_layer=4, n_head=4, n_embd=256, length=50, batch=128, lr=1e-4, steps=100_000)     # for synthetic tasks
 PRESETS = {
     "laptop": {
         "flipflop": dict(n_layer=2, n_embd=64, embd_std=1.0, beta2=0.98, steps=800),
         "copy": dict(n_layer=2, n_embd=128, beta2=0.9, weight_decay=0.2, steps=9000, examples=2000),
         "induct": dict(n_layer=3, n_embd=128, forget_bias=3.0, beta2=0.98, steps=4000),
         "instruct": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, beta2=0.98, steps=9000),
-        "wikitext": dict(n_layer=4, n_embd=128, steps=800, eval_every=100, examples=131_072),
+        "wikitext": dict(data="data/wikitext-2-byte", n_layer=4, n_embd=128, steps=800, eval_every=100,
+                         examples=131_072),
     },
     # The paper's models and lengths in fewer and larger steps, more steps on text, for a CPU. Only flipflop was tried.
     "middle": {
-        "flipflop": dict(PAPER, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
-        "copy": dict(PAPER, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
-        "wikitext": dict(n_layer=4, n_embd=128, steps=6000, eval_every=500, examples=131_072),
+        "flipflop": dict(PAPER, length=256, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
+        "copy": dict(PAPER, symbols=64, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
+        "wikitext": dict(data="data/wikitext-2-byte", n_layer=4, n_embd=128, steps=6000, eval_every=500,
+                         examples=131_072),
     },
     "paper": {
-        "flipflop": dict(PAPER, batch=64, steps=25_000),
-        "copy": PAPER,
-        "induct": PAPER,
-        "instruct": PAPER,
-        "wikitext": dict(n_layer=8, n_head=8, n_embd=512, batch=64, lr=1e-4, steps=100_000, eval_every=1000,
-                         examples=10**9),
+        "flipflop": dict(PAPER, length=256, batch=64, steps=25_000),
+        "copy": dict(PAPER, symbols=64),
+        "induct": dict(PAPER, symbols=64, pairs=8),
+        "instruct": dict(PAPER, symbols=64),
+        "wikitext": dict(data="data/wikitext-103-gpt2", n_layer=8, n_head=8, n_embd=512, batch=64, lr=1e-4,
+                         steps=100_000, eval_every=1000, examples=10**9),
     },
 }
 # A resumed run may change these. Everything else stays as it was started.
@@ -86,15 +85,6 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, betas=(0.9, args["beta2"]), fused=True)
 
 
-def write_whole(path, write):
-    """A file that is whole or not there: write(file) to a temporary one, to the disk, then into its place."""
-    with open(path + ".tmp", "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".tmp", path)
-
-
 def show(text, end=""):
     """On a terminal one line that is written over, anywhere else a line each."""
     if sys.stdout.isatty():
@@ -116,9 +106,9 @@ def ask_to_stop(signum, frame):
 def train(args):
     """Train from scratch or go on, then test. All of it goes into the folder of the run; returns its eval.json."""
     args = dict(args)
-    out, resume, overwrite = args.pop("out"), args.pop("resume"), args.pop("overwrite")
+    out, resume, overwrite = (args.pop(name) for name in ("out", "resume", "overwrite"))
     ckpt_path, log_path, eval_path = (os.path.join(out, name) for name in ("ckpt.pt", "log.jsonl", "eval.json"))
-    if os.path.exists(ckpt_path) and not resume and not overwrite:
+    if os.path.exists(ckpt_path) and not (resume or overwrite):
         raise FileExistsError(f"{out} already holds a run: --resume goes on with it, --overwrite starts anew")
     device = pick_device(args["device"])
     device_type = torch.device(device).type
@@ -141,12 +131,9 @@ def train(args):
     first, rows, seconds, history = 0, [], 0.0, []
     if resume:
         ckpt = load_checkpoint(out)
-        current = args | {"sizes": task.sizes}
-        for name, value in (ckpt["args"] | {"sizes": ckpt["sizes"]}).items():
-            if current.get(name) != value and name not in CHANGEABLE:
-                raise ValueError(f"{out} was started with {name} {value}; it cannot go on with {current.get(name)}")
-        if args["steps"] < ckpt["step"]:
-            raise ValueError(f"{out} has done {ckpt['step']} steps already, more than {args['steps']}")
+        for name, value in ckpt["args"].items():
+            if args.get(name) != value and name not in CHANGEABLE:
+                raise ValueError(f"{out} was started with {name} {value}; it cannot go on with {args.get(name)}")
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
         for generator, state in zip(generators, ckpt["random"]):
@@ -169,11 +156,15 @@ def train(args):
         return [tensor.to(device) for tensor in batch]
 
     def save(step):
-        write_whole(ckpt_path, lambda file: torch.save({
-            "config": asdict(config), "model": model.state_dict(), "step": step, "args": args, "sizes": task.sizes,
-            "optimizer": optimizer.state_dict(), "random": [module.get_rng_state() for module in generators],
-            "log": rows, "history": torch.stack(history).cpu() if history else torch.empty(0, 2),
-            "seconds": seconds + time.time() - start}, file))
+        """A checkpoint that is whole or not there: to a temporary file, to the disk, then into its place."""
+        with open(ckpt_path + ".tmp", "wb") as file:
+            torch.save({"config": asdict(config), "model": model.state_dict(), "step": step, "args": args,
+                        "optimizer": optimizer.state_dict(), "random": [g.get_rng_state() for g in generators],
+                        "log": rows, "history": torch.stack(history).cpu() if history else torch.empty(0, 2),
+                        "seconds": seconds + time.time() - start}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(ckpt_path + ".tmp", ckpt_path)
 
     def write_log(**row):
         rows.append(row)
@@ -184,14 +175,14 @@ def train(args):
           f"{args['batch']} sequences a step, on {device} in {args['dtype']} -> {out}", flush=True)
     os.makedirs(out, exist_ok=True)
     start = saved = time.time()
-    done, tokens, validated = first, 0, ""
     # The checkpoint comes before the log, which is written anew from it: a kill between the two does no harm.
     save(first)
     log = open(log_path, "w", encoding="utf-8")
     log.writelines(json.dumps(row) + "\n" for row in rows)
-    if first < args["steps"] and os.path.exists(eval_path):
+    if os.path.exists(eval_path):
         os.remove(eval_path)
 
+    done, tokens, validated = first, 0, ""
     for step in range(first, args["steps"]):
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
@@ -213,7 +204,7 @@ def train(args):
         # Once in a while: log, validate, save. Only here we wait for the device.
         now, is_stopping = time.time(), bool(stop_requests)
         is_time_to_log = done % args["log_every"] == 0 or done == args["steps"]
-        is_time_to_save = is_stopping or now - saved > args["save_every"] or done == args["steps"]
+        is_time_to_save = now - saved > args["save_every"] or done == args["steps"] or is_stopping
         if is_time_to_log or is_time_to_save:
             mean_loss, mean_norm = torch.stack(history).mean(0).tolist()
             if not math.isfinite(mean_loss + mean_norm):
@@ -247,7 +238,8 @@ def train(args):
     log.close()
     record = make_record(args, task, measured) | {"torch": torch.__version__, "threads": torch.get_num_threads(),
                                                   "seconds": round(seconds + time.time() - start)}
-    write_whole(eval_path, lambda file: file.write((json.dumps(record, indent=1) + "\n").encode()))
+    with open(eval_path, "w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1)
     show(f"trained and tested in {record['seconds']} seconds", end="\n")
     print("\n" + table([record]) + "\n" + table([record], "right_tokens"), end="")
     return record
@@ -265,14 +257,13 @@ def add_fields(group, cls):
     """A flag for each field of a dataclass that has no flag yet."""
     for field in fields(cls):
         how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
-        default = argparse.SUPPRESS if field.default is MISSING else field.default
         if field.name not in ("attn", "data", "vocab_size"):
             flag, text = "--" + field.name.replace("_", "-"), field.metadata.get("help", field.name)
-            group.add_argument(flag, default=default, help=text, **how)
+            group.add_argument(flag, default=field.default, help=text, **how)
 
 
-def make_parser():
-    """Everything but the sizes of the task."""
+def parse_flags(argv=None):
+    """All settings of a run as a dict. A preset replaces defaults, a flag replaces both."""
     parser = argparse.ArgumentParser(
         prog="train.py", usage="python train.py --attn ATTN --task TASK [flags]", description=__doc__,
         formatter_class=HelpFormatter, allow_abbrev=False, add_help=False)
@@ -305,41 +296,31 @@ def make_parser():
     add("--log-every", type=int, default=50, help="steps between lines of the log")
     add("--eval-every", type=int, default=0, help="steps between validations; 0: none")
     add("--save-every", type=float, default=60.0, help="seconds between checkpoints")
-    return parser
 
-
-def parse_flags(argv=None):
-    """All settings of a run as a dict. A preset replaces defaults, a flag replaces both."""
-    parser = make_parser()
+    # Now that the task is known: its sizes, its preset, and help with the values of both
     chosen = vars(parser.parse_known_args(argv)[0])
     task = chosen.get("task", "wikitext" if "data" in chosen else None)
     if task:
-        cls, presets = TASKS.get(task, Text), PRESETS[chosen["scale"]]
-        add_fields(parser.add_argument_group(f"size of {task}"), cls)
-        sizes = cls.scales.get(chosen["scale"], cls.scales["paper"])
-        parser.set_defaults(task=task, **sizes, **presets.get(task, presets["copy"]))
+        add_fields(parser.add_argument_group(f"size of {task}"), TASKS.get(task, Text))
+        presets = PRESETS[chosen["scale"]]
+        parser.set_defaults(task=task, **presets.get(task, presets["copy"]))
     parser.add_argument("-h", "--help", action="help", help="show this, with the values of the preset of --task")
     args = vars(parser.parse_args(argv))
     if not ("attn" in args and "task" in args):
         parser.error("--attn and --task are needed, for example: python train.py --attn tra --task copy")
-    if "data" in args and task in TASKS:
-        parser.error(f"--data is a text, and {task} needs none: leave one of them out")
     if min(args[name] for name in ("steps", "batch", "accumulate", "examples", "log_every")) < 1:
         parser.error("--steps, --batch, --accumulate, --examples and --log-every must be at least 1")
-    return {"out": name_run(args, parser)} | args
 
-
-def name_run(args, parser):
-    """out/{task}-{attn}-s{seed}, with each setting in between that a flag has changed."""
-    parts = [os.path.basename(os.path.normpath(args["data"])) if "data" in args else args["task"], args["attn"]]
+    # out/{task}-{attn}-s{seed}, with each setting in between that a flag has changed
+    parts = [task if task in TASKS else os.path.basename(os.path.normpath(args["data"])), args["attn"]]
     parts += [args["scale"]] if args["scale"] != "laptop" else []
     for name, value in args.items():
-        if value != parser.get_default(name) and name not in (*NOT_SETTINGS, "data"):
+        if value != parser.get_default(name) and name not in NOT_SETTINGS:
             text = f"{name}{value}"
             if isinstance(value, bool):
                 text = name if value else f"no-{name}"
             parts.append(text.replace("_", "-"))
-    return os.path.join("out", "-".join([*parts, f"s{args['seed']}"]))
+    return {"out": os.path.join("out", "-".join([*parts, f"s{args['seed']}"]))} | args
 
 
 if __name__ == "__main__":

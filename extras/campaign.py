@@ -4,21 +4,28 @@ Every run behind the tables, one by one: train what is missing, resume what was 
     python -m extras.campaign                   # what is done and what is missing
     python -m extras.campaign --train           # one run after another; Ctrl-C stops, the same command goes on
     python -m extras.campaign --train --jobs 2 --only copy      # two runs at a time, of titles that contain "copy"
+    python -m extras.campaign --summary         # the table of the README
 
 Each run has one thread, unless its title says two, so that its result does not depend on the number of cores. A
-finished run adds a line to results/runs.jsonl: its eval.json, its title, its flags and the version of the code. eval.py
-and extras.plot read that file.
+finished run adds a line to results/runs.jsonl: its eval.json, with the title in the place of the task, its flags and
+the version of the code. eval.py and extras.plot read that file.
 """
 
 import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
 
+from eval import METRICS, group, markdown
+from model import ATTENTIONS
+
 RECORDS = "results/runs.jsonl"
+SUMMARY = {"flipflop": ["iid", "sparse-4x", "dense-4x"], "copy": ["1x", "2x", "4x"], "induct": ["1x", "2x", "4x"],
+           "instruct": ["reverse-1x", "reverse-2x", "last-4x"], "wikitext-2": ["128", "4096"]}
 SIX = ["tra", "rope", "cope", "fox", "alibi", "nope"]
 PARTS = ["--no-sparse", "--no-contextual", "--no-sparse --no-contextual"]
 TEXT = "--data data/wikitext-2-byte"
@@ -61,7 +68,7 @@ def read_records():
 
 def missing_runs(only):
     """(title, flags) of every run that has no record."""
-    done = [(record["title"], record["flags"]) for record in read_records()]
+    done = [(record["task"], record["flags"]) for record in read_records()]
     wanted = [(title, f"{flags} --seed {seed}") for title, many, seeds in EXPERIMENTS for seed in seeds
               for flags in many]
     return [run for run in dict.fromkeys(wanted) if run not in done and only in run[0]]
@@ -92,16 +99,49 @@ def keep(title, flags, out):
         record = json.load(file)
     version = ask_git("rev-parse", "--short", "HEAD") + ("-dirty" if ask_git("status", "--porcelain", "*.py") else "")
     with open(RECORDS, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"title": title, "flags": flags, "code": version} | record) + "\n")
+        file.write(json.dumps(record | {"task": title, "flags": flags, "code": version}) + "\n")
     print(f"{title}: {flags}:", " ".join(f"{value:.3f}" for value in record["results"].values()), flush=True)
+
+
+# -----------------------------------------------------------------------------
+
+
+def at_best(records):
+    """What group() returns, but of each attention only its best setting, by the mean over test sets and seeds."""
+    def mean_result(found):
+        return statistics.fmean(value for record in found for value in record["results"].values())
+
+    for about, rows in group(records):
+        _, _, best_of = METRICS[about["metric"]]
+        settings = {}
+        for found in rows.values():
+            settings.setdefault(found[0]["attn"], []).append(found)
+        yield about, {attn: best_of(candidates, key=mean_result) for attn, candidates in settings.items()}
+
+
+def summary(records):
+    """One Markdown table: a row per task and test set, a column per attention, each at the best of its settings."""
+    cells = [["task", "test set", *ATTENTIONS, "seeds"]]
+    tables = {about["task"]: (about["metric"], rows) for about, rows in at_best(records)}
+    for task in [task for task in SUMMARY if task in tables]:
+        metric, rows = tables[task]
+        _, show, _ = METRICS[metric]
+        counts = sorted({len(found) for found in rows.values()})
+        for split in SUMMARY[task]:
+            means = {attn: show(statistics.fmean(r["results"][split] for r in found)) for attn, found in rows.items()}
+            cells.append([task, split, *(means.get(attn, "") for attn in ATTENTIONS), " or ".join(map(str, counts))])
+    return "\n".join(markdown(cells))
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="train what is missing")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    parser.add_argument("--summary", action="store_true", help="print the table of the README instead")
     parser.add_argument("--only", default="", metavar="TEXT", help="titles that contain this text")
     args = parser.parse_args(argv)
+    if args.summary:
+        return print(summary(read_records()))
     missing = missing_runs(args.only)
     print(f"{len(read_records())} runs are kept in {RECORDS}, {len(missing)} are missing", flush=True)
     if not args.train:

@@ -22,8 +22,9 @@ from collections import defaultdict, namedtuple
 import numpy as np
 import torch
 
-from eval import (METRICS, at_best, choose, find_runs, group, load, load_checkpoint, make_record, markdown, open_task,
-                  predictions, read_records)
+from eval import (METRICS, find_runs, group, load, load_checkpoint, make_record, markdown, open_task, predictions,
+                  read_records)
+from extras.campaign import at_best
 from extras.fast import tra_blocked
 from model import ATTENTIONS, TRA, causal_mask, count_back
 
@@ -112,11 +113,12 @@ def draw_panels(panels, caption=""):
 
 
 def select(records, args):
-    """The records of the attentions and the tasks that the flags name, in the flags' order of tasks."""
+    """What group() returns, of the attentions and the tasks that the flags name, in the flags' order of tasks."""
     if args.attn:
         records = [record for record in records if record["attn"] in args.attn.split(",")]
-    records = choose(records, args.task and args.task.split(","))
-    return at_best(records) if args.best else records
+    if args.task:
+        records = [record for task in args.task.split(",") for record in records if record["task"] == task]
+    return at_best(records) if args.best else group(records)
 
 
 def find_length(split, trained):
@@ -132,9 +134,10 @@ def find_length(split, trained):
 def draw_records(records, args, xlabel=None, ylabel=None):
     """The tables of eval.py: a panel for each kind of test set of a task."""
     panels, counts = [], set()
-    for about, rows in group(select(records, args)):
-        # The first size of a task is that of its longest training sequence.
-        size, trained = next(iter(about["sizes"].items()))
+    for about, rows in select(records, args):
+        settings = next(iter(rows.values()))[0]["settings"]
+        size = "length" if "length" in settings else "window"
+        trained = settings[size]
         metric = METRICS[about["metric"]][0].partition(",")[0]          # "exact match in %", "perplexity by window"
         factor = 100 if metric.endswith("%") else 1
         by_kind = defaultdict(lambda: defaultdict(dict))
@@ -144,7 +147,7 @@ def draw_records(records, args, xlabel=None, ylabel=None):
                 kind, length = find_length(split, trained)
                 by_kind[kind][Line(name)][length] = [factor * record["results"][split] for record in found]
         for kind, lines in by_kind.items():
-            title = f"{about['title'] or about['task']} {kind}".rstrip() + f", {about['scale']} scale"
+            title = f"{about['task']} {kind}".rstrip() + f", {about['scale']} scale"
             panels.append(Panel(title, xlabel or size, ylabel or metric, lines, trained))
     seeds = " or ".join(map(str, sorted(counts)))
     return draw_panels(panels, f"seeds: {seeds}; line: their mean; shaded: from the lowest to the highest")
@@ -160,7 +163,7 @@ def draw_losses(runs, args):
     for run in runs:
         settings = load_checkpoint(run)["args"]
         records.append(make_record(settings, open_task(settings), {}) | {"run": run})
-    for about, rows in group(select(records, args)):
+    for about, rows in select(records, args):
         lines = {}
         for name, run in [(name, record["run"]) for name, found in rows.items() for record in found]:
             with open(f"{run}/log.jsonl", encoding="utf-8") as file:

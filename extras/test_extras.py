@@ -71,14 +71,14 @@ def test_runs_that_differ_have_names_and_colours_of_their_own(runs, tmp_path):
 def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
     path = tmp_path / "runs.jsonl"
     tests = [("flipflop", "exact match", {"length": 8}, {"iid": 1.0, "dense": 0.2, "iid-4x": 0.5}),
-             ("book", "perplexity", {"window": 8, "text": "a"}, {"8": 4.0, "16": 300.0}),
-             ("book", "perplexity", {"window": 8, "text": "b"}, {"8": 2.0})]
+             ("book", "perplexity", {"window": 8}, {"8": 4.0, "16": 300.0}),
+             ("book", "perplexity", {"window": 8}, {"8": 2.0})]
     with open(path, "w") as file:
         for attn, seed in (("fox", 0), ("rope", 0), ("tra", 0), ("tra", 1)):
             for task, metric, sizes, results in tests:
                 results = {split: value / (1 + seed) for split, value in results.items()}
-                record = dict(task=task, attn=attn, seed=seed, scale="laptop", metric=metric, examples=9, settings={},
-                              sizes=sizes, results=results)
+                record = dict(task=task, attn=attn, seed=seed, scale="laptop", metric=metric, examples=9,
+                              settings=sizes, results=results)
                 file.write(json.dumps(record) + "\n")
     figure = draw(tmp_path, "results", path, "--attn", "tra,rope", "--task", "book,flipflop")
     assert legend(figure) == ["TRA", "RoPE"]
@@ -91,7 +91,7 @@ def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
     # The logarithmic axis is labelled over its whole range, with plain numbers.
     assert {"5", "10", "100", "200"} <= {text.get_text() for text in figure.axes[0].get_yticklabels()}
     with open(path, "a") as file:                       # a better setting of TRA on the first text
-        file.write(json.dumps(dict(record, task="book", metric="perplexity", sizes=tests[1][2], settings={"lr": 0.1},
+        file.write(json.dumps(dict(record, task="book", metric="perplexity", settings={"window": 8, "lr": 0.1},
                                    results={"8": 1.0, "16": 1.0})) + "\n")
     assert len(legend(draw(tmp_path, "results", path, "--task", "book", "--attn", "tra"))) > 1
     figure = draw(tmp_path, "results", path, "--task", "book", "--attn", "tra", "--best")
