@@ -583,7 +583,8 @@ def test_perplexity_scores_every_token_once_as_a_mean_over_tokens(window):
 def make_record(value=0.5, **changes):
     settings = {"lr": 0.002, "sparse": True, "steps": 10} | changes.pop("settings", {})
     return {"task": "copy", "attn": "tra", "seed": 0, "scale": "laptop", "metric": "exact match", "examples": 100,
-            "results": {"1x": 1.0, "2x": value}, "right_tokens": {"1x": 1.0, "2x": value}, "settings": settings} | changes
+            "results": {"1x": 1.0, "2x": value}, "right_tokens": {"1x": 1.0, "2x": value},
+            "settings": settings} | changes
 
 
 def rows_of(table):

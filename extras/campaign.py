@@ -30,8 +30,8 @@ SIX = ["tra", "rope", "cope", "fox", "alibi", "nope"]
 PARTS = ["--no-sparse", "--no-contextual", "--no-sparse --no-contextual"]
 TEXT = "--data data/wikitext-2-byte"
 FOUR = SIX[:4]
-# (title, flags of train.py, seeds), in the order to train them. A title is a table. No preset was chosen on these seeds.
-# Runs at another decay or learning rate look for one that suits an attention better than the preset's.
+# (title, flags of train.py, seeds), in the order to train them. A title is a table. No preset was chosen on these
+# seeds. Runs at another decay or learning rate look for one that suits an attention better than the preset's.
 EXPERIMENTS = [
     ("copy", ["--attn tra --task copy"], range(712, 724)),
     ("flipflop", [f"--attn {attn} --task flipflop" for attn in SIX], range(500, 504)),
