@@ -1,7 +1,9 @@
 """
 TRA for long sequences: tra_plain without T x S tensors, and without the work that forgetting makes pointless.
 
-model.py calls tra_for_long_sequences() from 128 queries on (1,024 on CUDA).
+model.py calls tra_for_long_sequences() from 128 queries on (1,024 on CUDA). Blocks with a running softmax are
+FlashAttention's idea (arXiv 2205.14135); to stop where the rest is provably forgotten is that of Adaptive Computation
+Pruning (arXiv 2504.06949), carried over to TRA.
 """
 
 import functools
@@ -11,7 +13,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from model import full_precision, tra_plain
+from model import full_precision
 
 BLOCK = 64      # queries, and keys, in a block
 
@@ -40,38 +42,31 @@ def tra_blocked(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0
     that is at most eps (of the dtype) times the weight so far: the keys that are skipped move the output by no more
     than 2 eps max|v|, which is rounding error. A query that has kept nothing so far walks on.
 
-    Blocks with a running softmax are FlashAttention's idea (arXiv 2205.14135); to stop where the rest is provably
-    forgotten is that of Adaptive Computation Pruning (arXiv 2504.06949), carried over to TRA.
-
     With return_reach, also returns how many blocks to the left each block of queries walked, (B, H, blocks).
     """
     B, H, T, D = q.shape
     S = k.size(2)
-    f = log_forget.unsqueeze(-1)                                                    # (B, H, T, 1)
-    with torch.no_grad():
-        bound = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).amax(-1)[..., None, None] / math.sqrt(D)
-        # A query is done when threshold + f n <= log of its weight so far.
-        threshold = bound + math.log(S / torch.finfo(q.dtype).eps)
+    longest_key = k.detach().norm(dim=-1).amax(-1)[..., None, None]                 # (B, H, 1, 1)
+    bound = q.detach().norm(dim=-1, keepdim=True) * longest_key / math.sqrt(D)
+    # A query is done when threshold + f n <= log of its weight so far.
+    threshold = bound + math.log(S / torch.finfo(q.dtype).eps)                      # (B, H, T, 1)
 
     # Padding to whole blocks. No query sees what is after the end.
     before, after = (S - T) % BLOCK, -S % BLOCK
-    query_blocks, key_blocks = (before + T + after) // BLOCK, (S + after) // BLOCK          # per head
-    # For each of the N = B * H * query_blocks blocks of queries: how many blocks of keys are to its left, and the
-    # number of the block of keys that holds its own tokens.
-    left = torch.arange(key_blocks - query_blocks, key_blocks, device=q.device).repeat(B * H)
-    first_key_block = torch.arange(0, B * H * key_blocks, key_blocks, device=q.device)
-    own = left + first_key_block.repeat_interleave(query_blocks)
 
-    def in_blocks(x, before, fill=0.0):
-        if before or after:
-            x = F.pad(x, (0, 0, before, after), value=fill)
+    def in_blocks(x, before=0, fill=0.0):
+        x = F.pad(x, (0, 0, before, after), value=fill)
         return x.reshape(-1, BLOCK, x.size(-1))                                     # (N, BLOCK, D)
 
+    # For each block of queries: the block of keys that holds its own tokens, and how many are to the left of that.
+    key_blocks = (S + after) // BLOCK                                               # per head
+    own = torch.arange(B * H * key_blocks, device=q.device).view(-1, key_blocks)[:, (S - T) // BLOCK:].flatten()
+    left = own % key_blocks                                                         # (N,)
+
     # The backward pass draws the same dropout masks again. They are 0 or 1; v is scaled instead.
-    seed = torch.randint(2**62, ()).item() if dropout_p else None
-    v = v / (1 - dropout_p) if dropout_p else v
+    seed = torch.randint(2**62, ()).item() if dropout_p else 0
     out, reach = TRABlocks.apply(
-        in_blocks(q, before), in_blocks(k, 0), in_blocks(v, 0), in_blocks(f, before),
+        in_blocks(q, before), in_blocks(k), in_blocks(v / (1 - dropout_p)), in_blocks(log_forget.unsqueeze(-1), before),
         in_blocks(threshold, before, -torch.inf), own, left, (sparse, contextual, dropout_p, seed))
     out = out.view(B, H, -1, v.size(-1))[:, :, before:before + T]
     return (out, reach.view(B, H, -1)) if return_reach else out
@@ -92,7 +87,7 @@ def walk(q, k, f, own, reach, sparse, contextual, dropout_p, seed):
     ones = torch.ones(BLOCK, BLOCK, dtype=q.dtype, device=q.device)
     triangle = ones.tril()
     count = torch.zeros_like(f)                                                     # (N, BLOCK, 1), keys so far
-    generator = torch.Generator(q.device).manual_seed(seed) if dropout_p else None
+    generator = torch.Generator(q.device).manual_seed(seed)
     at_once = 64 if q.device.type == "cpu" else 4096        # what a cache holds, or what keeps a GPU busy
     step = 0
     while len(walking := (reach >= step).nonzero().squeeze(1)):
@@ -120,8 +115,7 @@ def walk(q, k, f, own, reach, sparse, contextual, dropout_p, seed):
 class TRABlocks(torch.autograd.Function):
     """Forward merges the softmaxes of the blocks. Backward walks again, as far, and computes the weights anew.
 
-    keep and n are piecewise constant, so the gradients are those of softmax attention, and that of f_i is the sum of
-    dlogit_ij * n_ij over j.
+    keep and n are piecewise constant. So the gradients are those of softmax attention, and df_i = sum_j dlogit_ij n_ij.
     """
 
     @staticmethod
@@ -139,7 +133,6 @@ class TRABlocks(torch.autograd.Function):
             reach[rows] += ~done & (take(reach, rows) < take(left, rows))
         ctx.save_for_backward(q, k, v, f, own, reach, out, lse)
         ctx.settings = settings
-        ctx.mark_non_differentiable(reach)
         return out, reach
 
     @staticmethod

@@ -1,11 +1,9 @@
 """
 TRA in Triton for one GPU: tra_plain up to rounding, in memory linear in the length, deterministic, without host syncs.
 
-Blocks with a running softmax are FlashAttention's idea (arXiv 2205.14135); to stop where the rest is provably forgotten
-is that of Adaptive Computation Pruning (arXiv 2504.06949). tra_blocked in fast.py explains the bound.
-
-It asks for CUDA capability 8 or more. No GPU was at hand: it was checked in Triton's interpreter and compiled for
-sm_80, sm_86 and sm_90 (test_kernel.py), never run. Therefore check_against_plain_form() comes before its first use.
+tra_blocked in fast.py explains the walk over the keys and where it stops. CUDA capability 8 or more is needed. No GPU
+was at hand: the kernel was checked in Triton's interpreter and compiled for sm_80, sm_86 and sm_90 (test_kernel.py),
+never run. Therefore check_against_plain_form() comes before its first use.
 """
 
 import math
@@ -15,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from model import full_precision, tra_plain
+from model import tra_plain
 
 COUNTS_PER_KEY = 64     # in a table of the backward pass: 134 MB at 65,536 tokens with 8 heads
 REGISTERS = 255         # in a thread; unless told, the assembler spills some to run more blocks at once
@@ -132,20 +130,22 @@ def backward_k_kernel(Q, K, V, DOUT, GATE, LSE, INNER, LOW, COUNT, DK, DV, part,
 
 class FusedTRA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, f, threshold, *settings):
-        heads, T, BM = q.size(0) * q.size(1), q.size(2), settings[-2]
+    def forward(ctx, q, k, v, f, threshold, settings):
+        _, T, *_, BM, _ = settings
+        heads = q.size(0) * q.size(1)
         out, lse = torch.empty_like(q), torch.empty_like(f)
         low = torch.empty(heads, T // BM, dtype=torch.int32, device=q.device)
         forward_kernel[T // BM, heads](q, k, v, f, threshold, out, lse, low, *settings, maxnreg=REGISTERS)
-        ctx.save_for_backward(q, k, v, f, lse, low, out)
+        ctx.save_for_backward(q, k, v, f, out, lse, low)
         ctx.settings = settings
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, f, lse, low, out = ctx.saved_tensors
-        heads, T, S, BM, BN = len(low), q.size(2), k.size(2), *ctx.settings[-2:]
+        q, k, v, f, out, lse, low = ctx.saved_tensors
+        _, T, S, *_, BM, BN = ctx.settings
+        heads = len(low)
         inner = (dout.float() * out.float()).sum(-1)        # (B, H, T), the sum of A_ij dA_ij over j
         dq, df = torch.empty_like(q), torch.empty_like(f)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
@@ -157,7 +157,7 @@ class FusedTRA(torch.autograd.Function):
             end = min(part + rows, T)
             backward_q_kernel[(end - part) // BM, heads](*inputs, dq, df, part, rows, *ctx.settings, maxnreg=REGISTERS)
             backward_k_kernel[(S - T + end) // BN, heads](*inputs, dk, dv, part, rows, *ctx.settings, maxnreg=REGISTERS)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), df, None, *(None for _ in ctx.settings)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), df, None, None
 
 
 def block_sizes(dtype, width):
@@ -173,47 +173,41 @@ def tra_fused(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
     width = max(16, triton.next_power_of_2(D))
     if width > 128 or v.dtype == torch.float64:
         raise ValueError(f"the fused kernel takes heads of width 128 at most in float32 or less, not {D} in {v.dtype}")
-    BM, BN = block_sizes(v.dtype, width)
     # A query is done when threshold + f n <= log of its weight so far.
     norm_q, norm_k = (torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32) for x in (q, k))
     threshold = norm_q * norm_k.amax(-1, keepdim=True) * scale + math.log(S / torch.finfo(torch.float32).eps)
 
+    # Padding to whole blocks. No query sees what is after the end, and zeros in D change nothing.
+    BM, BN = block_sizes(v.dtype, width)
+    before, after, wider = (S - T) % BM, -S % BM, width - D
+
     def pad(x, *amounts, value=0.0):
         return (F.pad(x, amounts, value=value) if any(amounts) else x).contiguous()
 
-    # Padding to whole blocks. No query sees what is after the end, and zeros in D change nothing.
-    before, after, wider = (S - T) % BM, -S % BM, width - D
     q, k, v = pad(q, 0, wider, before, after), pad(k, 0, wider, 0, after), pad(v, 0, wider, 0, after)
     f, threshold = pad(log_forget.float(), before, after), pad(threshold, before, after, value=-torch.inf)
     # The seed comes from the CPU's generator, so that nothing waits for the GPU.
     seed = torch.randint(2**31, ()).item() if dropout_p else 0
+    settings = seed, q.size(2), k.size(2), scale, sparse, contextual, dropout_p, width, BM, BN
     with torch.cuda.device_of(q):
-        out = FusedTRA.apply(q, k, v, f, threshold, seed, q.size(2), k.size(2), scale, sparse, contextual, dropout_p,
-                             width, BM, BN)
-    return out[:, :, before:before + T, :D]
+        return FusedTRA.apply(q, k, v, f, threshold, settings)[:, :, before:before + T, :D]
 
 
-def check_against_plain_form(device):
-    """Raise RuntimeError unless tra_fused agrees with tra_plain in float64, in the output and in every gradient.
-
-    q and k hold -1, 0 and 1, and sqrt(D) is a power of two: scores are exact in any precision, and many are exactly 0.
-    """
-    def output_and_gradients(attention, dtype, dout, *inputs):
-        with torch.inference_mode(False), torch.enable_grad():
-            leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-            out = attention(*leaves)
-            return [out, *torch.autograd.grad(out, leaves, dout.to(device, dtype))]
-
-    generator, S, D = torch.Generator().manual_seed(0), 100, 64
-    # The interpreter, on a CPU, gets products in bfloat16 wrong.
-    tolerances = {torch.float32: 1e-4} if device.type == "cpu" else {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-    for dtype, tolerance in tolerances.items():
-        for T in (S, 37):
-            dout, q, k, v = (torch.randint(-1, 2, (1, 2, n, D), generator=generator) for n in (T, T, S, S))
-            f = (-torch.rand(1, 2, T, generator=generator) ** 4).bfloat16()
-            fused = output_and_gradients(tra_fused, dtype, dout, q, k, v, f)
-            plain = output_and_gradients(full_precision(tra_plain), torch.float64, dout, q, k, v, f)
-            for name, got, want in zip(("output", "dq", "dk", "dv", "df"), fused, plain):
-                error = ((got - want).abs().max() / want.abs().max()).item()
-                if not error <= tolerance:
-                    raise RuntimeError(f"the fused kernel's {name} is off by {error:.0e} of its largest entry, {dtype}")
+@torch.inference_mode(False)
+@torch.enable_grad()
+def check_against_plain_form(device, half=torch.bfloat16):
+    """Raise RuntimeError unless tra_fused agrees with tra_plain in float64, in the output and in every gradient."""
+    # q and k hold -1, 0 and 1, and sqrt(D) is a power of two: scores are exact in any precision, and many are 0.
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randint(-1, 2, (1, 2, n, 64), generator=generator) for n in (37, 200, 200, 37))
+    f = (-torch.rand(1, 2, 37, generator=generator) ** 4).bfloat16()
+    results = {}
+    for dtype, attention in ((torch.float64, tra_plain), (torch.float32, tra_fused), (half, tra_fused)):
+        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v, f)]
+        out = attention(*leaves)
+        results[dtype] = out, *torch.autograd.grad(out, leaves, dout.to(out))
+    for dtype, tolerance in ((torch.float32, 1e-4), (half, 2e-2)):
+        for name, got, want in zip(("output", "dq", "dk", "dv", "df"), results[dtype], results[torch.float64]):
+            error = ((got - want).abs().max() / want.abs().max()).item()
+            if not error <= tolerance:
+                raise RuntimeError(f"the fused kernel's {name} is off by {error:.0e} of its largest entry, {dtype}")
