@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from model import tra_plain
+from extras.fast import tra_blocked
+from model import full_precision, tra_plain
 
 COUNTS_PER_KEY = 64     # in a table of the backward pass: 134 MB at 65,536 tokens with 8 heads
 REGISTERS = 255         # in a thread; unless told, the assembler spills some to run more blocks at once
@@ -171,8 +172,8 @@ def tra_fused(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
     q, k = q.to(v.dtype), k.to(v.dtype)
     (T, D), S, scale = q.shape[2:], k.size(2), 1 / math.sqrt(q.size(-1))
     width = max(16, triton.next_power_of_2(D))
-    if width > 128 or v.dtype == torch.float64:
-        raise ValueError(f"the fused kernel takes heads of width 128 at most in float32 or less, not {D} in {v.dtype}")
+    if width > 128 or v.dtype == torch.float64:         # no room in the registers
+        return full_precision(tra_blocked)(q, k, v, log_forget, sparse, contextual, dropout_p)
     # A query is done when threshold + f n <= log of its weight so far.
     norm_q, norm_k = (torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32) for x in (q, k))
     threshold = norm_q * norm_k.amax(-1, keepdim=True) * scale + math.log(S / torch.finfo(torch.float32).eps)

@@ -64,8 +64,7 @@ def test_float16_and_the_mixed_dtypes_of_autocast():
     q, k, v, f = make_inputs(100, 130, D=32)
     got = assert_agrees(kernel.tra_fused, (q, k, v.half(), f), tolerance=3e-3)
     assert [x.dtype for x in got] == [torch.float16, torch.float32, torch.float32, torch.float16, torch.float32]
-    with pytest.raises(ValueError, match="128"):
-        kernel.tra_fused(*make_inputs(4, 4, D=130))
+    assert_agrees(kernel.tra_fused, make_inputs(4, 70, D=130))          # too wide for the kernel: by blocks
 
 
 def test_dropout(monkeypatch):
