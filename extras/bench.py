@@ -3,7 +3,7 @@ Time and memory, side by side in one process: a training step, attention alone, 
 perplexity pass.
 
     python -m extras.bench --attn rope,tra
-    python -m extras.bench --windows 1024,4096 --batch 4 --dropout 0
+    python -m extras.bench --windows 512,2048 --batch 4 --dropout 0
     python -m extras.bench out/wikitext-2-byte-* --windows 4096,16384
     python -m extras.bench --json bench.json                # for a picture: python -m extras.plot speed bench.json
 
@@ -24,10 +24,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from eval import find_runs, load, load_checkpoint, make_record, markdown, measure, name_rows, pick_device
+from eval import find_runs, load, markdown, measure, pick_device
 from extras.fast import tra_blocked, tra_for_long_sequences
-from extras.plot import layers_of, skipped_share
-from model import ATTENTIONS, GPT, GPTConfig, TRA, full_precision, nope_attention, tra_plain
+from model import ATTENTIONS, GPT, GPTConfig, full_precision, nope_attention, tra_plain
+
+ROUNDS = 5
+# The measured columns, and how a table shows them. In the JSON file, rows have the same names.
+COLUMNS = {"time, ms": ",.1f", "ratio": ".2f", "peak memory, MB": ",.0f", "perplexity": ".2f"}
 
 # -----------------------------------------------------------------------------
 # Clocks
@@ -44,91 +47,83 @@ def with_autocast(device, function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def seconds_of(run, device):
+def milliseconds_of(run, device):
     """The time of one call. A GPU works while Python goes on, so we wait for it before and after."""
     wait = torch.get_device_module(device).synchronize
     wait()
     start = time.perf_counter()
     run()
     wait()
-    return time.perf_counter() - start
+    return 1000 * (time.perf_counter() - start)
 
 
 def peak_memory(run, device):
-    """Bytes that one call holds at most, beside what was there before; None on MPS, which does not count them."""
+    """Megabytes that one call holds at most, beside what was there before; NaN on MPS, which does not count them."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
-        return torch.cuda.max_memory_allocated(device) - before
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     if device.type != "cpu":
-        return None
+        return math.nan
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")     # or the profiler announces itself
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(changes, initial=0))
+    return max(itertools.accumulate(changes, initial=0)) / 2**20
 
 
-def time_side_by_side(what, window, batch, contestants, device, more=lambda name: {}, rounds=6):
-    """A row for each of {name: function}: best time, memory, more(name). One that fails says why; the rest goes on."""
-    rows = [dict(what=what, name=name, window=window, batch=batch) for name in contestants]
-    for row in rows * rounds:
+def time_side_by_side(what, window, batch, contestants, device):
+    """A row for each of {name: function}, RoPE first. One that fails says why, and the rest goes on."""
+    names = sorted(contestants, key=lambda name: not name.startswith("rope"))
+    rows = [dict(what=what, name=name, window=window, batch=batch) for name in names]
+    for row in rows * ROUNDS:
         if "failure" in row:
             continue
         run = contestants[row["name"]]
         try:
-            row["seconds"] = min(row.get("seconds", math.inf), seconds_of(run, device))
-            if "peak_bytes" not in row:
-                row.update(peak_bytes=peak_memory(run, device), **more(row["name"]))
+            row["time, ms"] = min(row.get("time, ms", math.inf), milliseconds_of(run, device))
+            if "peak memory, MB" not in row:
+                row["peak memory, MB"] = peak_memory(run, device)
         except RuntimeError as error:
             row["failure"] = str(error).strip().splitlines()[0][:60]        # CUDA out of memory, for example
     for row in rows:
         if "failure" not in row:
-            row["tokens_per_second"] = window * batch / row["seconds"]
-            row["ratio"] = row["seconds"] / rows[0].get("seconds", math.nan)
+            row["ratio"] = row["time, ms"] / rows[0].get("time, ms", math.nan)
+            if what == "perplexity pass":
+                row["perplexity"] = contestants[row["name"]]()["perplexity"]
     return rows
 
 
 # -----------------------------------------------------------------------------
-# What is measured
+# What is measured: each function returns contestants, {name: function}
 
 
-@torch.no_grad()
-def skipped_blocks(model, idx):
-    """The share of key blocks that TRA skips when the model reads idx (B, T), as a column; none for the others."""
-    if not isinstance(model.blocks[0].attn, TRA):
-        return {}
-    shares = [skipped_share(*attn.heads(x), attn.forget(x), attn.config.sparse, attn.config.contextual)
-              for attn, x in layers_of(model, idx)]
-    return {"skipped": torch.stack(shares).mean().item()}
-
-
-def bench_step(attns, window, batch, dropout, device):
-    """A training step of the paper's mini model on random tokens. The learning rate is 0, so that nothing changes."""
+def training_steps(attns, window, batch, dropout, device):
+    """The paper's mini model on random tokens. The learning rate is 0, so that nothing changes."""
     x, y = torch.randint(256, (2, batch, window), device=device)
 
     def step(model, optimizer):
-        loss = with_autocast(device, model, x, y)[1]
+        _, loss = with_autocast(device, model, x, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    models = {attn: GPT(GPTConfig(attn=attn, vocab_size=256, dropout=dropout)).to(device) for attn in attns}
-    steps = {attn: partial(step, model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True))
-             for attn, model in models.items()}
-    return time_side_by_side("training step", window, batch, steps, device,
-                             more=lambda attn: skipped_blocks(models[attn], x))
+    steps = {}
+    for attn in attns:
+        model = GPT(GPTConfig(attn=attn, vocab_size=256, dropout=dropout)).to(device)
+        steps[attn] = partial(step, model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True))
+    return steps
 
 
-def bench_attention(window, batch, backward, device):
+def attention_forms(window, batch, backward, device):
     """Attention alone, 8 heads of width 64. The gates are at -0.5, or at 0, where nothing is forgotten or skipped."""
-    q, k, v = torch.randn(3, batch, 8, window, 64, device=device)
+    q, k, v = torch.randn(3, batch, 8, window, 64, device=device, dtype=precision(device))
     q, k = F.rms_norm(q, (64,)), F.rms_norm(k, (64,))
     f = torch.full((batch, 8, window), -0.5, device=device)
-    skipped = {"skipped": skipped_share(q, k, v, f).mean().item()}
-    q, k, v = (tensor.to(precision(device)).requires_grad_(backward) for tensor in (q, k, v))
-    f, zero = f.requires_grad_(backward), torch.zeros_like(f).requires_grad_(backward)
+    zero = torch.zeros_like(f)
+    for tensor in (q, k, v, f, zero):
+        tensor.requires_grad_(backward)
     out_gradient = torch.randn_like(v)
 
     def attend(attention, *gates):
@@ -139,22 +134,18 @@ def bench_attention(window, batch, backward, device):
     # model.py's choice for long sequences: the fused kernel where it works, else blocks
     long_form = tra_for_long_sequences(f.device)
     name = long_form.__name__.replace("_", " ")
-    calls = {"sdpa": partial(attend, nope_attention), name: partial(attend, long_form, f)}
-    if device.type == "cuda" or window <= 4096:
-        calls[f"{name}, gates at 0"] = partial(attend, long_form, zero)
-    if window <= 4096:
-        calls["tra plain"] = partial(attend, tra_plain, f)
-    if device.type == "cuda" and window <= 4096:
-        calls["tra plain, compiled"] = partial(attend, torch.compile(tra_plain, dynamic=False), f)
+    forms = {"sdpa": partial(attend, nope_attention), name: partial(attend, long_form, f)}
+    if device.type == "cuda" or window <= 4096:         # a CPU that runs out of memory does not just say so
+        forms[f"{name}, gates at 0"] = partial(attend, long_form, zero)
+        forms["tra plain"] = partial(attend, tra_plain, f)
     if device.type == "cuda":
-        calls["tra blocked"] = partial(attend, full_precision(tra_blocked), f)
-    what = "attention, forward and backward" if backward else "attention, forward"
-    return time_side_by_side(what, window, batch, calls, device,
-                             more=lambda call: skipped if call in (name, "tra blocked") else {})
+        forms["tra plain, compiled"] = partial(attend, torch.compile(tra_plain, dynamic=False), f)
+        forms["tra blocked"] = partial(attend, full_precision(tra_blocked), f)
+    return forms
 
 
-def bench_generation(attns, count, device):
-    """Greedy generation from one token, with the cache and without."""
+def generation(attns, count, device):
+    """The likeliest continuation of one token."""
     start = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -168,43 +159,37 @@ def bench_generation(attns, count, device):
         model = GPT(GPTConfig(attn=attn, vocab_size=256)).to(device).eval()
         calls[f"{attn}, cache"] = partial(with_autocast, device, model.generate, start, count, temperature=0)
         calls[f"{attn}, no cache"] = partial(with_autocast, device, generate_without_cache, model)
-    return time_side_by_side("generation", count, 1, calls, device, rounds=3)
+    return calls
 
 
-def bench_runs(runs, window, batch, device):
-    """The perplexity pass of trained runs over the start of their test text, RoPE first."""
-    loaded = [load(run, device) for run in runs]
-    records = [make_record(load_checkpoint(run)["args"], task, {}) for run, (_, task) in zip(runs, loaded)]
-    names = [f"{name}, seed {record['seed']}" for name, record in zip(name_rows(records), records)]
-    models = dict(sorted(zip(names, loaded), key=lambda item: item[1][0].config.attn != "rope"))
-    passes = {name: partial(with_autocast, device, measure, model, task, str(window), batch * window + 1)
-              for name, (model, task) in models.items()}
-
-    def more(name):
-        model, task = models[name]
-        x, _ = next(iter(task.test(str(window), window + 1)))
-        return skipped_blocks(model, torch.from_numpy(x).to(device)) | {"perplexity": passes[name]()["perplexity"]}
-
-    return time_side_by_side("perplexity pass", window, batch, passes, device, more)
+def perplexity_passes(runs, window, batch, device):
+    """Trained runs over the start of their test text."""
+    passes = {}
+    for run in runs:
+        model, task = load(run, device)
+        name = f"{model.config.attn} {run}"
+        passes[name] = partial(with_autocast, device, measure, model, task, str(window), batch * window + 1)
+    return passes
 
 
 def measurements(args, device):
-    """Yield the rows of one table after the other."""
+    """Yield the title, window, batch and contestants of one table after the other."""
     if args.runs:
         windows = args.windows or [4096, 16384]
         for window in windows:
-            yield bench_runs(find_runs(args.runs), window, 2 * max(windows) // window, device)
+            batch = 2 * max(windows) // window          # as many tokens at every window
+            yield "perplexity pass", window, batch, perplexity_passes(find_runs(args.runs), window, batch, device)
         return
-    is_cuda = device.type == "cuda"
-    attns = sorted(args.attn.split(","), key=lambda attn: attn != "rope")
-    tokens = 32_768 if is_cuda else 4096                # in a training step
-    for window in args.windows or ([256, 1024, 4096, 16384, 65536] if is_cuda else [256, 1024]):
-        if is_cuda or window <= 4096:
-            yield bench_step(attns, window, args.batch or max(1, tokens // window), args.dropout, device)
-    for backward in (False, True):
-        for window in args.windows or ([1024, 4096, 16384, 65536] if is_cuda else [1024, 4096, 16384]):
-            yield bench_attention(window, args.batch or 1, backward, device)
-    yield bench_generation(attns, args.tokens, device)
+    attns, windows = args.attn.split(","), args.windows or [256, 1024, 4096, 16384]
+    for window in windows:
+        if device.type == "cuda" or window <= 2048:
+            batch = args.batch or 4
+            yield "training step", window, batch, training_steps(attns, window, batch, args.dropout, device)
+    for what in ("attention, forward", "attention, forward and backward"):
+        for window in windows:
+            batch = args.batch or 1
+            yield what, window, batch, attention_forms(window, batch, what.endswith("backward"), device)
+    yield "generation", args.tokens, 1, generation(attns, args.tokens, device)
 
 
 # -----------------------------------------------------------------------------
@@ -212,17 +197,13 @@ def measurements(args, device):
 
 def table(rows):
     """A Markdown table. Columns that no row has are left out."""
-    columns = {"ratio": ("ratio", 1, ".2f"), "tokens/s": ("tokens_per_second", 1, ",.0f"),
-               "peak memory, MB": ("peak_bytes", 2**-20, ",.0f"), "key blocks skipped, %": ("skipped", 100, ".0f"),
-               "perplexity": ("perplexity", 1, ".2f")}
-    columns = {title: how for title, how in columns.items() if any(row.get(how[0]) is not None for row in rows)}
-    cells = [["", "window", "batch", "time, ms", *columns]]
+    columns = {title: form for title, form in COLUMNS.items() if any(title in row for row in rows)}
+    cells = [["", *columns]]
     for row in rows:
-        time_or_failure = row.get("failure") or f"{1000 * row['seconds']:,.1f}"
-        cells.append([row["name"], f"{row['window']:,}", str(row["batch"]), time_or_failure])
-        for key, factor, form in columns.values():
-            cells[-1].append("" if row.get(key) is None else format(factor * row[key], form))
-    return "\n".join([f"{rows[0]['what']}:", "", *markdown(cells), ""])
+        name = f"{row['name']}: {row['failure']}" if "failure" in row else row["name"]
+        cells.append([name, *(format(row[title], form) if title in row else "" for title, form in columns.items())])
+    first = rows[0]
+    return "\n".join([f"{first['what']}, {first['batch']} x {first['window']:,} tokens:", "", *markdown(cells), ""])
 
 
 def main(argv=None):
@@ -232,8 +213,8 @@ def main(argv=None):
     add("runs", nargs="*", metavar="RUN", help="runs of a text: measure their perplexity pass instead")
     add("--attn", default=",".join(ATTENTIONS), metavar="A,A", help="these attentions (default: all)")
     add("--windows", metavar="N,N", type=lambda text: sorted(map(int, text.split(","))),
-        help="these windows; without CUDA, training is measured up to 4,096")
-    add("--batch", type=int, metavar="N", help="sequences (default 1; training 4,096 tokens, or 32,768 on CUDA)")
+        help="these windows; without CUDA, training is measured up to 2,048")
+    add("--batch", type=int, metavar="N", help="sequences (default: 4 in training, 1 for attention alone)")
     add("--dropout", type=float, default=GPTConfig.dropout, metavar="P", help="in the training step (default "
         "%(default)s); with 0, torch's fused kernels serve the other attentions on a CPU, too")
     add("--tokens", type=int, default=512, metavar="N", help="to generate (default 512)")
@@ -242,16 +223,16 @@ def main(argv=None):
     args = parser.parse_args(argv)
     device = torch.device(pick_device(args.device))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    dtype = str(precision(device)).removeprefix("torch.")
-    about = f"{name}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads, {dtype}"
-    print(about + "\n", flush=True)
+    threads = torch.get_num_threads()
+    print(f"{name}, torch {torch.__version__}, {threads} CPU threads, {precision(device)}\n", flush=True)
     rows = []
-    for new in measurements(args, device):
+    for what, window, batch, contestants in measurements(args, device):
+        new = time_side_by_side(what, window, batch, contestants, device)
         print(table(new), flush=True)
         rows += new
-        if args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump({"about": about, "rows": rows}, file, indent=1)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

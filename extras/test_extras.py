@@ -43,6 +43,12 @@ def text_run(tmp_path_factory):
     return str(folder / "run")
 
 
+def make_record(task, attn, seed, results, **settings):
+    metric = "perplexity" if "window" in settings else "exact match"
+    return dict(task=task, attn=attn, seed=seed, scale="laptop", metric=metric, examples=9, settings=settings,
+                results=results)
+
+
 def draw(tmp_path, *argv):
     """The figure, once the picture is there."""
     pytest.importorskip("matplotlib")
@@ -52,63 +58,51 @@ def draw(tmp_path, *argv):
     return figure
 
 
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
+def lines_of(ax):
+    """{(label, linestyle): [[x, y], ...]}, of the lines that stand in the legend."""
+    return {(line.get_label(), line.get_linestyle()): line.get_xydata().tolist() for line in ax.lines
+            if not line.get_label().startswith("_")}
 
 
 # -----------------------------------------------------------------------------
 # Pictures
 
 
-def test_runs_that_differ_have_names_and_colours_of_their_own(runs, tmp_path):
-    figure = draw(tmp_path, "results", runs)
-    assert legend(figure) == ["TRA", "TRA no-sparse", "RoPE"]
-    lines = {line.get_label(): line for line in figure.axes[0].lines}
-    assert len({lines[name].get_color() for name in legend(figure)}) == 3
-    assert lines["TRA"].get_xdata().tolist() == [3, 4, 6, 9, 12, 18]
-
-
 def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
+    records = []
+    for attn, seed, share in (("fox", 0, 1), ("rope", 0, 1), ("tra", 0, 1), ("tra", 1, 0.5)):
+        results = {"iid": share, "dense": 0.2 * share, "iid-4x": 0.5 * share}
+        records += [make_record("flipflop", attn, seed, results, length=8),
+                    make_record("book", attn, seed, {"8": 4 * share, "16": 300 * share}, window=8)]
+    records.append(make_record("book", "tra", 0, {"8": 1.0, "16": 1.0}, window=8, lr=0.1))
     path = tmp_path / "runs.jsonl"
-    tests = [("flipflop", "exact match", {"length": 8}, {"iid": 1.0, "dense": 0.2, "iid-4x": 0.5}),
-             ("book", "perplexity", {"window": 8}, {"8": 4.0, "16": 300.0}),
-             ("book", "perplexity", {"window": 8}, {"8": 2.0})]
-    with open(path, "w") as file:
-        for attn, seed in (("fox", 0), ("rope", 0), ("tra", 0), ("tra", 1)):
-            for task, metric, sizes, results in tests:
-                results = {split: value / (1 + seed) for split, value in results.items()}
-                record = dict(task=task, attn=attn, seed=seed, scale="laptop", metric=metric, examples=9,
-                              settings=sizes, results=results)
-                file.write(json.dumps(record) + "\n")
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    # A panel for each kind of test set
     figure = draw(tmp_path, "results", path, "--attn", "tra,rope", "--task", "book,flipflop")
-    assert legend(figure) == ["TRA", "RoPE"]
-    # A panel for each kind of test set. Runs of different sizes never share one.
-    assert [(ax.get_title(), ax.lines[0].get_xydata().tolist()) for ax in figure.axes] == [
-        ("book, laptop scale", [[8, 3], [16, 225]]), ("book, laptop scale", [[8, 1.5]]),
-        ("flipflop iid, laptop scale", [[8, 75], [32, 37.5]]), ("flipflop dense, laptop scale", [[8, 15]])]
+    assert [(ax.get_title(), *lines_of(ax).values()) for ax in figure.axes] == [
+        ("book, laptop scale", [[8, 3], [16, 225]], [[8, 1], [16, 1]], [[8, 4], [16, 300]]),
+        ("flipflop iid, laptop scale", [[8, 75], [32, 37.5]], [[8, 100], [32, 50]]),
+        ("flipflop dense, laptop scale", [[8, 15]], [[8, 20]])]
+    # From the lowest seed to the highest, on an axis with plain numbers
     shaded = figure.axes[0].collections[0].get_paths()[0].get_extents()
-    assert (shaded.ymin, shaded.ymax) == (2, 300)       # from the lowest seed to the highest
-    # The logarithmic axis is labelled over its whole range, with plain numbers.
+    assert (shaded.ymin, shaded.ymax) == (2, 300)
     assert {"5", "10", "100", "200"} <= {text.get_text() for text in figure.axes[0].get_yticklabels()}
-    with open(path, "a") as file:                       # a better setting of TRA on the first text
-        file.write(json.dumps(dict(record, task="book", metric="perplexity", settings={"window": 8, "lr": 0.1},
-                                   results={"8": 1.0, "16": 1.0})) + "\n")
-    assert len(legend(draw(tmp_path, "results", path, "--task", "book", "--attn", "tra"))) > 1
+    # Only the better setting of TRA
     figure = draw(tmp_path, "results", path, "--task", "book", "--attn", "tra", "--best")
-    assert legend(figure) == ["TRA"] and figure.axes[0].lines[0].get_xydata().tolist() == [[8, 1], [16, 1]]
+    assert lines_of(figure.axes[0]) == {("TRA", "-"): [[8, 1], [16, 1]]}
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(tmp_path, "results", path, "--task", "copy")
 
 
-def test_losses_draw_the_log(runs, tmp_path):
+def test_pictures_of_runs_have_a_line_for_each_setting_and_losses_are_those_of_the_log(runs, tmp_path):
+    assert draw(tmp_path, "results", runs).axes[0].lines[0].get_xdata().tolist() == [3, 4, 6, 9, 12, 18]
     figure = draw(tmp_path, "losses", runs)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["TRA", "TRA no-sparse", "RoPE"]
+    assert len({line.get_color() for line in figure.axes[0].lines}) == 3
     log = [json.loads(line) for line in (runs / "d" / "log.jsonl").read_text().splitlines()]
-    by_name = {name: [line for line in figure.axes[0].lines if line.get_label() == name] for name in legend(figure)}
-    assert {name: len(lines) for name, lines in by_name.items()} == {"TRA": 4, "TRA no-sparse": 2, "RoPE": 2}
-    lines = by_name["RoPE"]
-    for line, key, linestyle in zip(lines, ("loss", "val_loss"), ("-", "--"), strict=True):
-        assert line.get_linestyle() == linestyle
-        assert line.get_xydata().tolist() == [[row["step"], row[key]] for row in log if key in row]
+    for key, linestyle in (("loss", "-"), ("val_loss", "--")):
+        expected = [[row["step"], row[key]] for row in log if key in row]
+        assert lines_of(figure.axes[0])["RoPE", linestyle] == expected
 
 
 def test_position_draws_the_mean_loss_by_position(text_run, tmp_path):
@@ -120,54 +114,43 @@ def test_position_draws_the_mean_loss_by_position(text_run, tmp_path):
     np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), expected, rtol=1e-5)
 
 
-class MyTRA(TRA):
-    pass
-
-
-@pytest.mark.parametrize("attn", [*ATTENTIONS, "mine"])
-def test_attention_weights_are_those_the_model_uses(attn, monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", MyTRA)
+@pytest.mark.parametrize("attn", [*ATTENTIONS, "a variant of tra"])
+def test_attention_weights_and_gates_are_those_the_model_uses(attn, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "a variant of tra", type("Variant", (TRA,), {}))
     torch.manual_seed(0)
     model = GPT(GPTConfig(attn=attn, vocab_size=9, n_layer=2, n_head=2, n_embd=16)).eval()
-    idx = torch.randint(9, (1, 12))
+    idx = torch.randint(9, (1, 40))
     for (layer, x), (weights, n) in zip(plot.layers_of(model, idx), plot.attention_weights(model, idx), strict=True):
-        _, _, v = layer.heads(x)
+        q, k, v = layer.heads(x)
         torch.testing.assert_close(layer.proj((weights @ v)[0].transpose(0, 1).flatten(1)), layer(x)[0])
-        assert (n is not None) == (attn in ("tra", "mine"))
+        assert (n is not None) == isinstance(layer, TRA)
         if n is not None:
             for h, i, j in weights.nonzero().tolist():
                 assert n[h, i, j] == (weights[h, i, j:i + 1] > 0).sum()
+        if hasattr(layer, "forget"):
+            for head, found in enumerate(zip(*plot.measure_gates(layer, x).values())):
+                expected = np.quantile(layer.forget(x)[0, head].tolist(), [0.1, 0.5, 0.9]).tolist()
+                if isinstance(layer, TRA):
+                    positive = [q[0, head, i] @ k[0, head, j] > 0 for i in range(40) for j in range(i + 1)]
+                    expected += [100 * np.mean(positive), 0]
+                assert [value.item() for value in found] == pytest.approx(expected, rel=1e-4)
 
 
 def test_attention_is_gray_exactly_where_a_weight_is_zero(text_run, tmp_path):
     example = "line 1 cost $1$\n"
     figure = draw(tmp_path, "attention", text_run, "--example", example)
     model, task = evaluation.load(text_run, "cpu")
-    weights, _ = plot.attention_weights(model, torch.tensor([task.encode(example)]))[0]
-    for ax, is_zero in zip(figure.axes, (weights == 0).numpy()):
-        coloured, gray = (np.isfinite(image.get_array().filled(np.nan)) for image in ax.images)
-        assert (coloured == ~is_zero).all()
-        assert (gray == (is_zero & np.tri(16, dtype=bool))).all()
-        assert len(ax.texts) == (~is_zero).sum()        # the distances
+    weights, n = plot.attention_weights(model, torch.tensor([task.encode(example)]))[0]
+    past = np.tri(16, dtype=bool)
+    for head, ax in enumerate(figure.axes[:2]):
+        shown = ax.images[0].get_array()
+        is_gray = (ax.images[0].to_rgba(shown)[..., :3] == 0.75).all(-1)
+        assert (~shown.mask == past).all() and (is_gray == (past & (weights[head] == 0).numpy())).all()
+        np.testing.assert_array_equal(shown[past & ~is_gray], weights[head][weights[head] > 0])
+        assert [text.get_text() for text in ax.texts] == [f"{d:.0f}" for d in n[head][weights[head] > 0]]
     labels = figure.axes[0].get_yticklabels()
     assert [label.get_text() for label in labels] == [*"line\u24231\u2423cost\u2423$1$", "\\n"]
     assert not any(label.get_parse_math() for label in labels)          # $1$ is no formula
-
-
-@pytest.mark.parametrize("attn", ["tra", "mine", "fox"])
-def test_gates_are_those_of_loops(attn, monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", MyTRA)
-    torch.manual_seed(0)
-    layer = ATTENTIONS[attn](GPTConfig(attn=attn, n_head=2, n_embd=16))
-    x = torch.randn(2, 40, 16)
-    q, k, _ = layer.heads(x)
-    columns = plot.measure_gates(layer, x)
-    for head in range(2):
-        low, median, high, *shares = (column[head].item() for column in columns.values())
-        gates = layer.forget(x)[:, head].flatten().tolist()
-        np.testing.assert_allclose([low, median, high], np.quantile(gates, [0.1, 0.5, 0.9]), rtol=1e-4)
-        positive = [q[b, head, i] @ k[b, head, j] > 0 for b in range(2) for i in range(40) for j in range(i + 1)]
-        assert shares == ([] if attn == "fox" else pytest.approx([100 * np.mean(positive), 0]))
 
 
 def test_skipped_share_counts_blocks():
@@ -179,19 +162,15 @@ def test_skipped_share_counts_blocks():
     assert plot.skipped_share(q, k, v, forget_at_once).tolist() == pytest.approx([1 - (1 + 2 + 2 + 2) / 10] * 2)
 
 
-def test_gates_are_printed_for_runs_that_have_them(runs, text_run, capsys):
-    plot.main(["gates", str(runs), text_run, "--device", "cpu"])
-    printed = capsys.readouterr().out
-    for name in "abc":
-        assert f"{runs / name}, reading 100 x 8 tokens of 1x:" in printed
-    assert f"{runs / 'd'}: rope has no forget gates" in printed
-    assert f"{text_run}, reading 1 x 256 tokens of 256:" in printed
-
-
-def test_without_matplotlib_one_line_says_so(runs):
-    code = ("import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = ['plot', 'results', sys.argv[1]]; "
+def test_gates_are_printed_without_matplotlib_and_for_a_picture_one_line_asks_for_it(runs, text_run):
+    code = ("import sys, runpy; sys.modules['matplotlib'] = None; sys.argv[0] = 'plot'; "
             "runpy.run_module('extras.plot', run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, str(runs)], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run([*command, "gates", runs, text_run], capture_output=True, text=True, cwd=ROOT)
+    assert f"{runs / 'a'}, reading 215 x 38 tokens of 6x:\n\n| layer | head | forget f: 10% |" in done.stdout
+    assert f"{runs / 'd'}: rope has no forget gates" in done.stdout
+    assert f"{text_run}, reading 1 x 256 tokens of 256:" in done.stdout
+    done = subprocess.run([*command, "results", runs], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr == "error: pictures need matplotlib: pip install matplotlib\n"
 
 
@@ -199,49 +178,44 @@ def test_without_matplotlib_one_line_says_so(runs):
 # Speed
 
 
-def test_bench_measures_every_attention_and_plot_draws_it(tmp_path, capsys):
+def test_bench_measures_every_attention_and_plot_draws_it(tmp_path):
     path = tmp_path / "bench.json"
     bench.main(f"--windows 16,32 --batch 1 --tokens 2 --device cpu --json {path}".split())
-    printed, rows = capsys.readouterr().out, json.loads(path.read_text())["rows"]
-    assert printed.startswith("cpu, torch ")
-    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
-    assert rows[0]["ratio"] == 1 and {row["name"] for row in rows if "skipped" in row} == {"tra", "tra blocked"}
-    names = {row["name"] for row in rows}
-    for attn in ATTENTIONS:
-        assert {attn, f"{attn}, cache", f"{attn}, no cache"} <= names
+    rows = json.loads(path.read_text())
+    names = [row["name"] for row in rows]
+    assert all({attn, f"{attn}, cache", f"{attn}, no cache"} <= set(names) for attn in ATTENTIONS)
+    assert all(row["time, ms"] > 0 and row["peak memory, MB"] > 0 for row in rows)
+    assert names[0] == "rope" and rows[1]["ratio"] == rows[1]["time, ms"] / rows[0]["time, ms"]
     figure = draw(tmp_path, "speed", path)
     assert [ax.get_title() for ax in figure.axes] == list(dict.fromkeys(row["what"] for row in rows))[:3]
-    rope = next(line for line in figure.axes[0].lines if line.get_label() == "RoPE")
-    expected = [[row["window"], 1000 * row["seconds"]] for row in rows if row["name"] == "rope"]
-    assert rope.get_xydata().tolist() == expected
+    expected = [[row["window"], row["time, ms"]] for row in rows if row["name"] == "rope"]
+    assert lines_of(figure.axes[0])["RoPE", "-"] == expected
 
 
 def test_bench_of_a_run_measures_its_perplexity(text_run, tmp_path):
     path = tmp_path / "bench.json"
     bench.main([text_run, "--windows", "32,64", "--device", "cpu", "--json", str(path)])
     model, task = evaluation.load(text_run, "cpu")
-    for row, window in zip(json.loads(path.read_text())["rows"], (32, 64), strict=True):
+    for row, window in zip(json.loads(path.read_text()), (32, 64), strict=True):
         found = evaluation.measure(model, task, str(window), 129)["perplexity"]
-        assert row["name"] == "tra, seed 0" and row["perplexity"] == pytest.approx(found)
+        assert row["name"] == f"tra {text_run}" and row["perplexity"] == pytest.approx(found)
 
 
-def test_what_does_not_fit_says_so_and_the_rest_goes_on():
+def test_bench_takes_the_best_round_tells_the_memory_and_goes_on_after_a_failure(monkeypatch):
     def too_much():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    contestants = {"big": too_much, "small": lambda: torch.ones(9)}
-    rows = bench.time_side_by_side("x", 8, 1, contestants, torch.device("cpu"))
-    assert "| CUDA out of memory" in bench.table(rows) and rows[1]["seconds"] > 0
-
-
-def test_peak_memory_counts_what_is_held_at_the_same_time():
     def hold_two_megabytes_then_one():
         two = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)]
         del two
         torch.empty(1 << 20, dtype=torch.uint8)
 
-    found = bench.peak_memory(hold_two_megabytes_then_one, torch.device("cpu"))
-    assert found == pytest.approx(2 << 20, rel=0.01)
+    times = iter([5, 3, 4, 8, 7])
+    monkeypatch.setattr(bench, "milliseconds_of", lambda run, device: run() or next(times))
+    contestants = {"big": too_much, "small": hold_two_megabytes_then_one}
+    rows = bench.time_side_by_side("x", 8, 1, contestants, torch.device("cpu"))
+    assert "| big: CUDA out of memory" in bench.table(rows)
+    assert rows[1]["time, ms"] == 3 and rows[1]["peak memory, MB"] == pytest.approx(2, rel=0.01)
 
 
 # -----------------------------------------------------------------------------
@@ -259,8 +233,27 @@ def test_campaign_trains_what_is_missing_resumes_what_was_interrupted_and_keeps_
     monkeypatch.setattr(campaign, "EXPERIMENTS", [("copy", [flags + " 2"], range(2)), ("later", [flags + " 3"], [0])])
     campaign.main(["--train", "--jobs", "2", "--only", "copy"])
     records = campaign.read_records()
-    assert [record["threads"] for record in records] == [1, 1] and {record["seed"] for record in records} == {0, 1}
-    assert all(evaluation.load_checkpoint(campaign.folder_of("copy", r["flags"]))["step"] == 2 for r in records)
+    checkpoints = {r["seed"]: evaluation.load_checkpoint(campaign.folder_of("copy", r["flags"])) for r in records}
+    logged = {seed: [row["step"] for row in checkpoint["log"]] for seed, checkpoint in checkpoints.items()}
+    assert logged == {0: [1, 2], 1: [2]} and [record["threads"] for record in records] == [1, 1]
     capsys.readouterr()
     campaign.main([])
     assert capsys.readouterr().out.startswith("2 runs are kept in results/runs.jsonl, 1 are missing\nlater: ")
+
+
+def test_the_summary_has_each_attention_at_its_best_setting_and_means_over_seeds(monkeypatch):
+    monkeypatch.setattr(campaign, "ATTENTIONS", ["tra", "rope", "fox"])
+    records = [make_record("wikitext-2", "rope", 0, {"128": 4.0, "4096": 24.0}, window=128, lr=0.1),
+               make_record("wikitext-2", "rope", 0, {"128": 5.0, "4096": 20.0}, window=128, lr=0.2),
+               make_record("copy", "tra", 0, {"1x": 1.0, "2x": 0.5, "4x": 0.25}, length=4, lr=0.2)]
+    for seed, share in enumerate((0.9, 0.8)):
+        records += [make_record("copy", "fox", seed, {"1x": 1.0, "2x": 0.5, "4x": 0.0}, length=4, lr=0.1),
+                    make_record("copy", "fox", seed, {"1x": 0.5, "2x": share, "4x": share}, length=4, lr=0.2)]
+    assert campaign.summary(records) == """\
+| task       | test set |   tra |  rope |  fox |  seeds |
+| ---------- | -------: | ----: | ----: | ---: | -----: |
+| copy       |       1x | 100.0 |       | 50.0 | 1 or 2 |
+| copy       |       2x |  50.0 |       | 85.0 | 1 or 2 |
+| copy       |       4x |  25.0 |       | 85.0 | 1 or 2 |
+| wikitext-2 |      128 |       |  5.00 |      |      1 |
+| wikitext-2 |     4096 |       | 20.00 |      |      1 |"""
