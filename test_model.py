@@ -1,21 +1,18 @@
 """
 All tests: pytest
 
-Attention against oracles of plain loops, in output and in every gradient; then properties, the GPT, the tasks against
-independent parsers, training, resuming, tables, texts, the README. Tests that are parametrised over ATTENTIONS or TASKS
-pick up a new one by themselves. Those of extras/ are beside it.
+Attention against oracles of plain loops, the GPT, the tasks against independent parsers, training, resuming, tables,
+texts, bad input, the README. Tests that are parametrised over ATTENTIONS or TASKS pick up a new one by themselves.
 """
 
 import functools
 import hashlib
 import http.server
 import importlib.util
-import io
 import itertools
 import json
 import math
 import os
-import random
 import re
 import runpy
 import shlex
@@ -26,25 +23,24 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounter
 
 import data as data_module
 import eval as eval_module
-import model as model_module
 import train as train_module
 from model import (ATTENTIONS, GPT, GPTConfig, alibi_attention, cope_attention, fox_attention, nope_attention,
-                   rope_attention, tra_attention)
+                   rope_attention, tra_attention, worked_example)
 from tasks import TASKS, as_text
 
 HERE = Path(__file__).parent
 README = (HERE / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 torch.set_num_threads(1)        # tiny models: more threads only cost
 
 
@@ -63,64 +59,55 @@ def code_of_readme(start):
 # Attention functions against loops
 
 THETA = 100.0
-SIX = {"tra": tra_attention, "rope": functools.partial(rope_attention, theta=THETA), "cope": cope_attention,
-       "nope": nope_attention, "alibi": alibi_attention, "fox": fox_attention}
-ABLATIONS = {"tra no-sparse": functools.partial(tra_attention, sparse=False),
+FUNCTIONS = {"tra": tra_attention, "rope": functools.partial(rope_attention, theta=THETA), "cope": cope_attention,
+             "nope": nope_attention, "alibi": alibi_attention, "fox": fox_attention,
+             "tra no-sparse": functools.partial(tra_attention, sparse=False),
              "tra no-contextual": functools.partial(tra_attention, contextual=False),
              "tra no-sparse no-contextual": functools.partial(tra_attention, sparse=False, contextual=False)}
-FUNCTIONS = SIX | ABLATIONS
-
-
-def oracle_logits(name, q, k, i, h, H, extra):
-    """Logits of query q, at position i in head h of H, over keys 0 to i; None for a key that leaves the softmax."""
-    scores = [q @ k[j] / math.sqrt(len(q)) for j in range(i + 1)]
-    logits = []
-    for j, score in enumerate(scores):
-        between = range(j, i + 1)
-        if name == "nope":
-            logits.append(score)
-        elif name == "alibi":
-            logits.append(score - 2 ** (-8 * (h + 1) / H) * (i - j))
-        elif name == "fox":
-            logits.append(score + sum(extra[l] for l in between if l > j))
-        elif name == "rope":
-            # Pairs as complex numbers, turned by distance times speed.
-            a, b = torch.complex(*q.chunk(2)), torch.complex(*k[j].chunk(2))
-            angle = (i - j) * THETA ** (-torch.arange(0, len(q), 2, dtype=q.dtype) / len(q))
-            logits.append((a * b.conj() * torch.exp(1j * angle)).real.sum() / math.sqrt(len(q)))
-        elif name == "cope":
-            p = sum(1 / (1 + torch.exp(-scores[l])) for l in between).clamp(max=extra.size(1) - 1)
-            low, high = math.floor(p.item()), math.ceil(p.item())
-            logits.append(score + q @ (extra[:, low] * (1 - (p - low)) + extra[:, high] * (p - low)))
-        else:
-            n = sum(1 for l in between if scores[l] > 0 or "no-contextual" in name)
-            logits.append(score + extra * n if score > 0 or "no-sparse" in name else None)
-    return logits
 
 
 def oracle(name, q, k, v, extra=None):
     """An attention by loops. extra: the gates of TRA (B, H, T) or of FoX (B, H, S), CoPE's learned positions."""
-    (B, H, T, _), S = q.shape, k.size(2)
-    rows = []
+    (B, H, T, D), S = q.shape, k.size(2)
+    out = torch.zeros_like(q)
     for b, h, t in itertools.product(range(B), range(H), range(T)):
-        own = extra[b, h, t] if name.startswith("tra") else extra[b, h] if name == "fox" else extra
-        logits = oracle_logits(name, q[b, h, t], k[b, h], S - T + t, h, H, own)
-        kept = [j for j, logit in enumerate(logits) if logit is not None]
-        weights = [torch.exp(logits[j] - max(logits[l].item() for l in kept)) for j in kept]
-        row = sum(weight / sum(weights) * v[b, h, j] for weight, j in zip(weights, kept))
-        rows.append(row if kept else torch.zeros_like(v[b, h, 0]))
-    return torch.stack(rows).view(B, H, T, -1)
+        i = S - T + t
+        scores = [q[b, h, t] @ k[b, h, j] / math.sqrt(D) for j in range(i + 1)]
+        logits = {}                                         # of the keys that stay in the softmax
+        for j, score in enumerate(scores):
+            between = range(j, i + 1)
+            if name == "nope":
+                logits[j] = score
+            elif name == "alibi":
+                logits[j] = score - 2 ** (-8 * (h + 1) / H) * (i - j)
+            elif name == "fox":
+                logits[j] = score + sum(extra[b, h, l] for l in between if l > j)
+            elif name == "rope":
+                # Pairs as complex numbers, turned by distance times speed.
+                query, key = (torch.complex(*x.chunk(2)) for x in (q[b, h, t], k[b, h, j]))
+                angle = (i - j) * THETA ** (-torch.arange(0, D, 2, dtype=q.dtype) / D)
+                logits[j] = (query * key.conj() * torch.exp(1j * angle)).real.sum() / math.sqrt(D)
+            elif name == "cope":
+                p = sum(1 / (1 + torch.exp(-scores[l])) for l in between).clamp(max=extra.size(1) - 1)
+                low, high = math.floor(p.item()), math.ceil(p.item())
+                logits[j] = score + q[b, h, t] @ (extra[:, low] * (1 - (p - low)) + extra[:, high] * (p - low))
+            elif score > 0 or "no-sparse" in name:
+                n = sum(1 for l in between if scores[l] > 0 or "no-contextual" in name)
+                logits[j] = score + extra[b, h, t] * n
+        if logits:
+            out[b, h, t] = torch.stack(list(logits.values())).softmax(0) @ v[b, h, list(logits)]
+    return out
 
 
-def inputs(name, T, S, B=2, H=2, D=4, dtype=torch.float64):
+def inputs(name, T, S, B=2, H=2, D=4):
     """Random q, k, v and whatever else this attention takes, as leaves with gradients."""
     randn = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tensors = [randn(B, H, T, D), randn(B, H, S, D), randn(B, H, S, D)]
     if name.startswith("tra") or name == "fox":
-        tensors.append(F.logsigmoid(randn(B, H, S if name == "fox" else T)))
+        tensors.append(F.logsigmoid(3 + randn(B, H, S if name == "fox" else T)))
     if name == "cope":
-        tensors.append(randn(D, 6))                         # 6 positions: some distances are clamped
-    return [x.to(dtype).requires_grad_() for x in tensors]
+        tensors.append(randn(D, S // 2 + 1))                # so few positions that some distances are clamped
+    return [x.requires_grad_() for x in tensors]
 
 
 @pytest.mark.parametrize("T, S", [(7, 7), (3, 8), (1, 6), (1, 1)])
@@ -139,36 +126,27 @@ def test_attention_equals_loops_in_output_and_gradients(name, T, S):
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_counts_and_positions_past_256_are_exact_in_half_precision(name):
     """bfloat16 cannot hold them. With the identity for v, the output is the weights."""
-    q, k, _, *more = inputs(name, 1, 900, B=1, dtype=torch.bfloat16)
-    if name == "cope":
-        more = [torch.randn(4, 400, generator=torch.Generator().manual_seed(1)).bfloat16()]
-    elif more:
-        more = [0.1 * more[0]]                              # gates that look back far
-    leaves = [q, k, torch.eye(900, dtype=q.dtype).expand(1, 2, 900, 900), *more]
+    leaves = [x.detach().bfloat16() for x in inputs(name, 1, 900, B=1)]
+    leaves[2] = torch.eye(900).bfloat16().expand(1, 2, 900, 900)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = SIX[name](*leaves)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), SIX[name](*[x.double() for x in leaves]), rtol=0.05, atol=0)
+        got = FUNCTIONS[name](*leaves)
+    want = FUNCTIONS[name](*[x.double() for x in leaves])
+    torch.testing.assert_close(got, want.bfloat16(), rtol=0.05, atol=0)
 
 
-# Properties
-
-@pytest.mark.parametrize("at", [0, 3, 6])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_irrelevant_keys_are_invisible_to_tra_and_to_no_other(name, at):
-    """One query on eleven keys, and without the five of them, first, middle or last, whose scores are negative."""
+def test_irrelevant_keys_are_invisible_to_tra_and_to_no_other(name):
+    """One query on eleven keys, and without the five in the middle, whose scores are negative."""
     q, k, v, *more = inputs(name, 1, 11, B=1, H=1)
-    is_new = (torch.arange(11) >= at) & (torch.arange(11) < at + 5)
+    is_new = (torch.arange(11) >= 3) & (torch.arange(11) < 8)
     k = torch.where((k @ q.mT > 0) == is_new[:, None], -k, k)
     out = FUNCTIONS[name](q, k, v, *more)
     more = [more[0][..., ~is_new]] if name == "fox" else more
     without = FUNCTIONS[name](q, k[:, :, ~is_new], v[:, :, ~is_new], *more)
-    # Where all keys count, the first ones change no distance, and the last ones add a constant, which cancels.
-    is_invisible = name == "tra" or name == "tra no-contextual" and at != 3
-    assert torch.allclose(out, without) == is_invisible
+    assert torch.allclose(out, without) == (name == "tra")
 
 
 def test_without_its_parts_an_attention_is_nope_or_alibi():
@@ -182,11 +160,11 @@ def test_without_its_parts_an_attention_is_nope_or_alibi():
     torch.testing.assert_close(cope_attention(q, k, v, zeros[0, :1].expand(4, 9)), nope)
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_dropout_falls_on_the_weights_and_keeps_their_mean(name):
     q, k, v, *more = inputs(name, 1, 50, B=400, H=1)
     torch.manual_seed(0)
-    out = SIX[name](q, k, torch.ones_like(v), *more, dropout_p=0.25)[..., 0]
+    out = FUNCTIONS[name](q, k, torch.ones_like(v), *more, dropout_p=0.25)[..., 0]
     assert out.std() > 0.05 and abs(out.mean() - 1) < 0.05
     assert out.round(decimals=3).unique().numel() > 50                  # on outputs, it would leave two values
 
@@ -201,53 +179,39 @@ def tiny(attn, **kwargs):
     return model.eval()
 
 
-@pytest.mark.parametrize("attn", ATTENTIONS)
-def test_the_future_changes_nothing(attn):
-    model, idx = tiny(attn), torch.randint(0, 11, (2, 20))
-    changed = torch.cat((idx[:, :12], (idx[:, 12:] + 1) % 11), dim=1)
-    a, b = model(idx)[0], model(changed)[0]
-    assert torch.equal(a[:, :12], b[:, :12])
-    assert (a[:, 12:] != b[:, 12:]).any(-1).all()
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith("tra")])
+def test_the_tra_layer_normalises_q_and_k_and_has_the_parts_that_its_settings_say(name):
+    model = tiny("tra", sparse="no-sparse" not in name, contextual="no-contextual" not in name).double()
+    layer, x = model.blocks[0].attn, torch.randn(1, 6, 16).double()
+    q, k, v = layer.qkv(x).view(1, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    q, k = (y / y.square().mean(-1, keepdim=True).sqrt() for y in (q, k))
+    gates = torch.sigmoid(x @ layer.forget.weight.T + layer.forget.bias).log().transpose(1, 2)
+    torch.testing.assert_close(layer(x), layer.proj(oracle(name, q, k, v, gates).transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize("attn", ATTENTIONS)
-@pytest.mark.parametrize("chunks", [[1] * 17, [9, 1, 1, 6], [3, 300, 1, 1]])       # the last outgrows the cache's room
-def test_cached_logits_equal_full_logits(attn, chunks):
+def test_the_future_changes_nothing_and_cached_logits_equal_full_logits(attn):
+    chunks = [1, 1, 9, 300, 1, 6]
     model, idx = tiny(attn).double(), torch.randint(0, 11, (2, sum(chunks)))
+    changed = torch.cat((idx[:, :200], (idx[:, 200:] + 1) % 11), dim=1)
     cache = [{} for _ in model.blocks]
     with torch.no_grad():
+        logits = model(idx)[0]
+        torch.testing.assert_close(model(changed)[0][:, :200], logits[:, :200])
         parts = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), model(idx)[0])
-
-
-@pytest.mark.parametrize("attn", ATTENTIONS)
-@pytest.mark.parametrize("T", [1, 2, 400])
-def test_any_length_has_the_same_gradients_in_bfloat16_autocast(attn, T):
-    model, idx = tiny(attn), torch.randint(0, 11, (4, T + 1))
-    gradients = []
-    for is_half in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half):
-            _, loss = model(idx[:, :-1], idx[:, 1:])
-        by_parameter = torch.autograd.grad(loss, list(model.parameters()))
-        gradients.append(torch.cat([gradient.flatten() for gradient in by_parameter]))
-    single, half = gradients
-    assert (half - single).norm() < 0.1 * single.norm()
+    torch.testing.assert_close(torch.cat(parts, dim=1), logits)
 
 
 @pytest.mark.parametrize("attn", ATTENTIONS)
 def test_generate(attn):
-    """Greedy generation with the cache is argmax over full passes; sampling obeys the seed, top-k and the mode."""
+    """Greedy generation with the cache is argmax over full passes; samples differ, but for top-k 1."""
     model, idx = tiny(attn).double().train(), torch.randint(0, 11, (2, 5))
     out = model.generate(idx, 8, temperature=0)
     assert model.training and out.shape == (2, 13) and torch.equal(out[:, :5], idx)
     assert torch.equal(model.generate(idx, 8, top_k=1), out)
     assert torch.equal(model.eval()(out)[0][:, 4:-1].argmax(-1), out[:, 5:])
     model(out, out)[1].backward()                   # what was generated can be trained on
-    torch.manual_seed(1)
-    sampled = model.generate(idx, 30, temperature=5.0)
-    torch.manual_seed(1)
-    assert torch.equal(sampled, model.generate(idx, 30, temperature=5.0, top_k=99))
-    assert not torch.equal(sampled, model.generate(idx, 30, temperature=5.0))
+    assert not torch.equal(model.generate(idx, 30), model.generate(idx, 30))
 
 
 def test_model_py_alone_in_a_folder_runs_the_readmes_layer_and_trains_and_generates():
@@ -265,8 +229,8 @@ print(tuple(y.shape), tuple(model.generate(idx, 3).shape))
 # -----------------------------------------------------------------------------
 # The tasks
 
-# Small sizes; a task that someone adds takes its laptop sizes.
-SMALL = {"flipflop": dict(length=8), "copy": dict(length=6, symbols=5), "induct": dict(length=7, symbols=9, pairs=3),
+# Small sizes; a task that someone adds takes its laptop sizes. Past 62 symbols, letters and digits do not suffice.
+SMALL = {"flipflop": dict(length=8), "copy": dict(length=6, symbols=64), "induct": dict(length=7, symbols=9, pairs=3),
          "instruct": dict(length=4, symbols=5)}
 
 
@@ -299,44 +263,37 @@ def parse(words, task, split):
 
 
 @pytest.mark.parametrize("name", list(SMALL))
-@pytest.mark.parametrize("scale, steps", [("small", 12), ("paper", 3)])
-def test_every_example_is_in_the_language_and_scored_where_it_should(name, scale, steps):
-    presets = {"small": SMALL, "paper": train_module.PRESETS["paper"]}
-    sizes = TASKS[name].__dataclass_fields__
-    task = TASKS[name](**{size: value for size, value in presets[scale][name].items() if size in sizes})
-    for split, step in itertools.product(task.splits, range(steps)):
+def test_every_example_is_in_the_language_and_scored_where_it_should(name):
+    task = TASKS[name](**SMALL[name])
+    for split, step in itertools.product(task.splits, range(12)):
         x, y = task.batch(split, 5, step, 3)
-        assert x.dtype == y.dtype == np.int64 and x.shape == y.shape
         assert ((y[:, :-1] == x[:, 1:]) | (y[:, :-1] == -1)).all()
         times = float(split.split("-")[-1].removesuffix("x")) if split.endswith("x") else 1
-        for row in range(3):
-            words = as_text(task, x[row], y[row], mark=False).split(" ")
-            marked = as_text(task, x[row], y[row]).split(" ")
+        for ids, targets in zip(x, y):
+            words = as_text(task, ids, targets, mark=False).split(" ")
+            marked = as_text(task, ids, targets).split(" ")
             length, scored = parse(words, task, split)
             assert length == int(task.length * times) or split == "train" and length < task.length
             assert scored == [at for at, word in enumerate(marked) if word != words[at]]
-            assert scored == [at + 1 for at in np.flatnonzero(y[row] >= 0)]
+            assert scored == [at + 1 for at in np.flatnonzero(targets >= 0)]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_streams_are_endless_seeded_and_disjoint_and_words_become_tokens(name):
+def test_streams_are_endless_and_seeded_and_training_never_meets_the_tests(name):
     task = TASKS[name]()
-
-    def examples(*args):
-        return [tuple(np.concatenate(pair)) for pair in zip(*task.batch(*args))]
-
-    assert examples("train", 3, 10**6, 8) == examples("train", 3, 10**6, 8) != examples("train", 4, 10**6, 8)
-    seen = {example for step in range(60) for example in examples("train", 0, step, 16)}
     test_set = list(task.splits)[1]                         # as long as in training
-    assert not seen.intersection(example for step in range(20) for example in examples(test_set, 0, step, 16))
-    x, _ = task.batch(test_set, 0, 0, 1)
-    assert task.encode(task.decode(x[0])) == x[0].tolist() and task.vocab_size == len(set(task.vocab)) > x.max()
+
+    def examples(split, seed, *steps):
+        return {tuple(ids) for step in steps for ids in task.batch(split, seed, step, 16)[0]}
+
+    assert examples("train", 3, 10**6) == examples("train", 3, 10**6) != examples("train", 4, 10**6)
+    assert not examples("train", 0, *range(60)) & examples(test_set, 0, *range(20))
 
 
-@pytest.mark.parametrize("name, digest", [("flipflop", "261a334e12e78694"), ("copy", "919550cb2af6c69c"),
-                                          ("induct", "b8c1422557147855"), ("instruct", "9f3efa0979e42928")])
+@pytest.mark.parametrize("name, digest", [("flipflop", "80612196b1d68bc7"), ("copy", "951b9cc0deefe79e"),
+                                          ("induct", "cb33892bace6c8e6"), ("instruct", "be5ec439d2e4e09a")])
 def test_the_same_seed_gives_the_same_batches_on_every_machine(name, digest):
-    task, sha = TASKS[name](**SMALL[name]), hashlib.sha256()
+    task, sha = TASKS[name](), hashlib.sha256()
     for split, step in itertools.product(task.splits, range(3)):
         for array in task.batch(split, 7, step, 4):
             sha.update(array.astype("<i8").tobytes())
@@ -353,28 +310,15 @@ def test_flipflop_has_the_stated_probabilities():
         assert abs((bits == 3).mean() - 0.5) < 0.05
 
 
-def test_all_lengths_and_places_occur():
-    def widths(name, **sizes):
-        task = TASKS[name](**sizes)
-        return {task.batch("train", 0, step, 1)[0].shape[1] for step in range(300)}
-
-    assert widths("copy", length=9, symbols=4) == {2 * n + 2 for n in range(1, 10)}
-    assert widths("induct", length=9, symbols=9, pairs=2) == {n + 1 + 2 * min(2, n // 2) for n in range(2, 10)}
-    assert widths("instruct", length=5, symbols=4) == {2 * n + 2 for n in range(6)}
-    x, _ = TASKS["induct"](length=6, symbols=9, pairs=2).batch("1x", 0, 0, 500)
-    places = {(list(row[1:7]).index(row[8]), list(row[1:7]).index(row[10])) for row in x}
-    assert places == {(a, b) for a in range(5) for b in range(5) if abs(a - b) > 1}
-
-
 # -----------------------------------------------------------------------------
 # Training
-
 
 @pytest.fixture(scope="session", autouse=True)
 def small_text(tmp_path_factory):
     """A small text as bytes, for --task wikitext."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "story.txt").write_text("the cat sat . a dog ran , naïve . \n" * 200, encoding="utf-8")
+    text = "".join(f"the cat sat . {i} naïve dogs ran . \n" for i in range(200))
+    (folder / "story.txt").write_text(text, encoding="utf-8")
     data_module.prepare(str(folder / "story.txt"), out=folder / "story-byte")
     SMALL["wikitext"] = dict(window=6, data=folder / "story-byte")
 
@@ -399,12 +343,9 @@ def read_log(run="run"):
 @pytest.mark.parametrize("task", [*TASKS, "wikitext"])
 @pytest.mark.parametrize("attn", ATTENTIONS)
 def test_every_attention_trains_on_every_task(capsys, attn, task):
-    record, log = train(task, f"--attn {attn} --seed 3"), read_log()
-    assert [row["step"] for row in log] == [2, 4, 6]
-    assert log[0].keys() == {"step", "loss", "lr", "grad_norm", "tokens_per_second"}
-    assert (record["attn"], record["seed"], record["scale"]) == (attn, 3, "laptop")
-    assert record["task"] == ("story-byte" if task == "wikitext" else task)
-    assert record["results"].keys() == record["right_tokens"].keys() and f"| {attn} " in capsys.readouterr().out
+    record = train(task, f"--attn {attn} --seed 3")
+    assert (record["task"], record["attn"], record["seed"]) == (task.replace("wikitext", "story-byte"), attn, 3)
+    assert [row["step"] for row in read_log()] == [2, 4, 6] and f"| {attn} " in capsys.readouterr().out
 
 
 def test_a_short_training_learns_flipflop_and_keeps_it_at_four_times_the_length():
@@ -429,6 +370,13 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     assert rates[55] == pytest.approx(0.5) and all(a > b for a, b in zip(rates[10:], rates[11:])) and rates[-1] < 0.001
 
 
+def test_weight_decay_spares_vectors_and_forget_gates():
+    model = tiny("tra")
+    decayed, _ = train_module.make_optimizer(model, dict(weight_decay=0.2, beta2=0.9)).param_groups
+    want = [p for name, p in model.named_parameters() if "norm" not in name and "forget" not in name]
+    assert decayed["weight_decay"] == 0.2 and list(map(id, decayed["params"])) == list(map(id, want))
+
+
 @pytest.mark.parametrize("flags, folder, settings", [
     ("--attn tra --task copy", "copy-tra-s0", dict(n_embd=128, beta2=0.9, warmup=0.05, length=16, sparse=True)),
     ("--attn tra --task copy --steps 50 --no-sparse --lr 0.0005 --seed 7", "copy-tra-no-sparse-steps50-lr0.0005-s7",
@@ -440,42 +388,32 @@ def test_flags_beat_presets_and_name_the_folder(flags, folder, settings):
 
 
 @pytest.mark.parametrize("attn", ATTENTIONS)
-def test_compiled_training_has_the_same_losses_with_two_graphs_at_most(monkeypatch, attn):
+def test_compiled_and_half_precision_training_have_the_same_losses_with_two_graphs_at_most(monkeypatch, attn):
     """Lengths differ from step to step. The graphs are made and run, without a compiler behind them."""
-    graphs, real_compile = CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: real_compile(function, backend=graphs))
-    torch._dynamo.reset()
-    for flags in ("--out plain", "--out compiled --compile"):
-        train("copy", f"--attn {attn} --length 9 --steps 8 {flags}")
-    plain, compiled = ([row["loss"] for row in read_log(run)] for run in ("plain", "compiled"))
-    assert compiled == pytest.approx(plain, abs=1e-4) and 1 <= graphs.frame_count <= 2
+    from torch._dynamo.testing import CompileCounter
+    graphs, losses = CompileCounter(), {}
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
+    for how in ("--dtype float32", "--compile", "--dtype bfloat16"):
+        train("copy", f"--attn {attn} --length 9 --steps 8 --overwrite {how}")
+        losses[how] = [row["loss"] for row in read_log()]
+    single, compiled, half = losses.values()
+    assert compiled == pytest.approx(single, abs=1e-4) and 1 <= graphs.frame_count <= 2
+    assert half == pytest.approx(single, abs=0.02) and half != single
 
 
 # -----------------------------------------------------------------------------
 # Stopping and going on
 
-
-def exit_code_when_killed_at_write(number, function):
-    """Run this in a copy of the process, which is killed when it begins this part of writing a file."""
-    pid = os.fork()
-    if pid != 0:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    writes = itertools.count(1)
-
-    def deadly(write):
-        def wrapped(*args):
-            if next(writes) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return write(*args)
-        return wrapped
-
-    try:
-        torch.save, os.fsync, os.replace = deadly(torch.save), deadly(os.fsync), deadly(os.replace)
-        sys.stdout = open(os.devnull, "w")
-        function()
-        os._exit(0)
-    finally:
-        os._exit(1)             # the copy must not come back, not even by an exception
+def dies_before_replace(number, function):
+    """Call this and end it where its first, second, ... finished file would take its place. False if it has fewer."""
+    fate = [mock.DEFAULT] * (number - 1) + [KeyboardInterrupt]
+    with mock.patch("os.replace", wraps=os.replace, side_effect=fate):
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+    return False
 
 
 def assert_ends_as_if_never_touched(task, flags):
@@ -485,52 +423,42 @@ def assert_ends_as_if_never_touched(task, flags):
     a, b = (eval_module.load_checkpoint(run) for run in ("run", "untouched"))
     for part in ("model", "optimizer", "random", "history"):
         torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
-    a, b = read_log("run"), read_log("untouched")
-    for row in a + b:
-        row.pop("tokens_per_second", None)
-    assert a == b and a[-1]["step"] == 6
+    a, b = ([row | {"tokens_per_second": 0} for row in read_log(run)] for run in ("run", "untouched"))
+    assert a == b
 
 
-@needs_fork
-@pytest.mark.parametrize("task", ["copy", "wikitext"])
-def test_a_run_killed_again_and_again_ends_as_if_never_touched(task):
-    """At the first write of the first attempt, at the second write of the second, until an attempt survives."""
+def test_a_run_that_dies_again_and_again_ends_as_if_never_touched(monkeypatch):
+    """At the first save of the first attempt, at the second of the second, ...; with another optimizer in place."""
+    def make_optimizer(model, args):
+        return torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    monkeypatch.setattr(train_module, "make_optimizer", make_optimizer)
     flags = "--dropout 0.2 --eval-every 3"
     for number in itertools.count(1):
         resume = "--resume" if os.path.exists("run/ckpt.pt") else ""
-        code = exit_code_when_killed_at_write(number, lambda: train(task, f"{flags} --save-every 0 {resume}"))
-        if code == 0:
+        if not dies_before_replace(number, lambda: train("wikitext", f"{flags} --save-every 0 {resume}")):
             break
-        assert code == -signal.SIGKILL
-    assert number > 10                                      # it died ten times, each time elsewhere
-    assert_ends_as_if_never_touched(task, flags)
+    assert number == 5                                      # it died four times, each time elsewhere
+    assert_ends_as_if_never_touched("wikitext", flags)
 
 
-@pytest.mark.parametrize("attn, optimizer", [
-    *((attn, train_module.make_optimizer) for attn in ATTENTIONS),
-    ("tra", lambda model, args: torch.optim.SGD(model.parameters(), momentum=0.9))])
-def test_a_stopped_run_goes_on_as_if_never_stopped(monkeypatch, capsys, attn, optimizer):
-    flags = f"--attn {attn} --dropout 0.3"
-    monkeypatch.setattr(train_module, "make_optimizer", optimizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "stop_requests", [signal.SIGINT])
-        train("copy", flags)
-    message = capsys.readouterr().out.splitlines()[-1]
-    assert "stopped after step 1" in message and "--resume" in message and not os.path.exists("run/eval.json")
-    assert_ends_as_if_never_touched("copy", flags)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_script_saves_and_is_no_error(signum):
-    command = [sys.executable, HERE / "train.py", *tiny_flags("copy", "--steps 20000")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    while (line := process.stdout.readline()) and not line.startswith("step"):
-        pass
-    process.send_signal(signum)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "--resume" in out
-    assert eval_module.load_checkpoint("run")["step"] > 0
+def test_a_signal_stops_the_script_which_saves_and_goes_on_as_if_never_stopped(monkeypatch, capsys, signum):
+    """It comes at the validation after step 3, and is heard after step 4."""
+    flags, handlers, measure = "--dropout 0.3 --eval-every 3", {}, eval_module.measure
+
+    def measure_and_signal(*args):
+        handlers[signum](signum, None)
+        return measure(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eval_module, "measure", measure_and_signal)
+        patch.setattr(signal, "signal", handlers.__setitem__)
+        patch.setattr(sys, "argv", ["train.py", *tiny_flags("copy", flags)])
+        runpy.run_path(str(HERE / "train.py"), run_name="__main__")
+    assert handlers[signum] == signal.SIG_DFL               # a second one ends the run at once
+    assert "stopped after step 4" in capsys.readouterr().out and eval_module.load_checkpoint("run")["step"] == 4
+    assert_ends_as_if_never_touched("copy", flags)
 
 
 def test_an_existing_run_is_not_overwritten_and_resumed_only_as_it_was():
@@ -550,10 +478,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved():
 # -----------------------------------------------------------------------------
 # Measuring
 
-
 def test_exact_match_equals_greedy_generation_and_counts_examples():
-    """The prompt is fed, the rest generated greedily: the same examples are right."""
-    # Trained a little: right on some, wrong on others.
+    """A model that is right on some, wrong on others, is given the prompt and generates the rest."""
     train("copy", "--length 2 --symbols 4 --n-layer 2 --n-embd 32 --batch 32 --steps 150")
     model, task = eval_module.load("run", "cpu")
     right, right_tokens = [], []
@@ -567,6 +493,13 @@ def test_exact_match_equals_greedy_generation_and_counts_examples():
     assert found["exact match"] == np.mean(right) and found["right tokens"] == np.mean(right_tokens)
 
 
+def test_a_text_trains_on_its_first_part_and_predicts_the_tokens_that_follow():
+    task = data_module.Text(**SMALL["wikitext"])
+    first_part = bytes(task.tokens["train"].tolist())
+    for ids, targets in zip(*task.batch("train", seed=0, step=0, size=50)):
+        assert bytes([*ids, targets[-1]]) in first_part and ids[1:].tolist() == targets[:-1].tolist()
+
+
 @pytest.mark.parametrize("window", [1, 16, 99, 100, 500])
 def test_perplexity_scores_every_token_once_as_a_mean_over_tokens(window):
     model, task = tiny("tra", vocab_size=256), data_module.Text(**SMALL["wikitext"])
@@ -576,37 +509,25 @@ def test_perplexity_scores_every_token_once_as_a_mean_over_tokens(window):
         part = tokens[start:start + window + 1]
         total -= model(part[None, :-1])[0].log_softmax(-1)[0].gather(1, part[1:, None]).sum().item()
     found = eval_module.measure(model, task, str(window), 101)
-    assert found["loss"] == pytest.approx(total / 100, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(total / 100), rel=1e-4)
 
 
-def make_record(value=0.5, **changes):
-    settings = {"lr": 0.002, "sparse": True, "steps": 10} | changes.pop("settings", {})
-    return {"task": "copy", "attn": "tra", "seed": 0, "scale": "laptop", "metric": "exact match", "examples": 100,
-            "results": {"1x": 1.0, "2x": value}, "right_tokens": {"1x": 1.0, "2x": value},
-            "settings": settings} | changes
+def test_rows_have_mean_and_spread_over_seeds_and_names_that_say_in_what_runs_differ():
+    runs = [("fox", 0, 0.2, {"lr": 0.01}), ("fox", 1, 0.4, {"lr": 0.01}), ("tra", 0, 0.9999, {}), ("tra", 1, 1.0, {}),
+            ("tra", 0, 0.5, {"sparse": False}), ("near", 0, 0.0, {"reach": 4})]
+    records = [{"task": "copy", "attn": attn, "seed": seed, "scale": "laptop", "metric": "exact match",
+                "examples": 100, "results": {"1x": 1.0, "2x": value}, "settings": {"lr": 0.002, **settings}}
+               for attn, seed, value, settings in runs]
+    assert eval_module.table(records) == """\
+copy, laptop scale: exact match in %, examples per test set: 100
 
-
-def rows_of(table):
-    """The cells of a Markdown table, without its head."""
-    lines = [line for line in table.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-
-
-def test_a_row_has_mean_and_spread_over_seeds_and_100_where_nothing_was_wrong():
-    table = eval_module.table([make_record(0.9999), make_record(1.0, seed=1), make_record(attn="rope")])
-    assert table.startswith("copy, laptop scale: exact match in %, examples per test set: 100\n")
-    assert rows_of(table) == [["tra", "2", "100.0 ± 0.0", "99.9 ± 0.0"], ["rope", "1", "100.0", "50.0"]]
-
-
-@pytest.mark.parametrize("change, name", [
-    (dict(settings={"lr": 0.0005}), "tra lr=0.0005"), (dict(settings={"sparse": False}), "tra no-sparse"),
-    (dict(settings={"steps": 20}), "tra steps=20"), (dict(examples=7), "tra examples=7"),
-    (dict(attn="rope", settings={"reach": 4}), "rope reach=4"), (dict(settings={"rotary": True}), "tra rotary"),
-    (dict(seed=5), "tra")])
-def test_runs_that_differ_in_more_than_the_seed_get_rows_that_say_in_what(change, name):
-    [(_, rows)] = eval_module.group([make_record(), make_record(0.7, **change)])
-    assert name in rows and len(rows) == (1 if "seed" in change else 2)
+| attention              | seeds |          1x |          2x |
+| ---------------------- | ----: | ----------: | ----------: |
+| tra lr=0.002           |     2 | 100.0 ± 0.0 |  99.9 ± 0.0 |
+| tra no-sparse lr=0.002 |     1 |       100.0 |        50.0 |
+| fox lr=0.01            |     2 | 100.0 ± 0.0 | 30.0 ± 14.1 |
+| near lr=0.002 reach=4  |     1 |       100.0 |         0.0 |
+"""
 
 
 def test_eval_finds_runs_measures_again_shows_mistakes_and_continues_a_prompt(capsys):
@@ -617,33 +538,32 @@ def test_eval_finds_runs_measures_again_shows_mistakes_and_continues_a_prompt(ca
 
     train("copy", "--out out/copy0")
     train("copy", "--out out/copy1 --seed 1")
-    train("copy", "--out out/copy2 --lr 0.1")
     train("wikitext", "--out out/story")
     for runs in ([], ["out"], ["out/copy*", "out/story"]):
         out = printed(*runs)
-        assert "| tra lr=0.002 |     2 |" in out and "| tra lr=0.1   |     1 |" in out and "story-byte" in out, out
+        assert "| tra       |     2 |" in out and "story-byte" in out, out
     out = printed("out/copy1", "--examples", "50", "--split", "2x,4x")
     assert "test set: 50" in out and "|  2x |  4x |" in out
     out = printed("out/copy1", "--mistakes", "2")
-    assert out.count(" scored tokens are right") == 2 and len(re.findall(r"\[\w->\S+\]", out)) > 1
+    assert out.count(" scored tokens are right") == 2 and len(re.findall(r"\[\w+->\S+\]", out)) > 1
     assert len(printed("out/copy1", "--prompt", "<bos> a b <sep>", "--count", "3").split(": ")[1].split()) == 7
     assert ": the cat" in printed("out/story", "--prompt", "the cat", "--count", "9")
     assert re.search(r"\| +6 \| +50 \|", printed("out/story", "--windows", "6,50"))
 
 
 # -----------------------------------------------------------------------------
-# Texts
+# Texts, and bad input
 
 PARTS = {"wiki.train.raw": "The <unk> cat . \n\n 日本 été \n" * 30, "wiki.valid.raw": "a dog ran \n" * 9,
          "wiki.test.raw": "in été \n" * 9}
 
 
 def make_zip():
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
+    """Writes copy.zip, and returns what is in it."""
+    with zipfile.ZipFile("copy.zip", "w") as archive:
         for name, text in PARTS.items():
-            archive.writestr(f"anywhere/{name}", text)
-    return file.getvalue()
+            archive.writestr(f"wiki/{name}", text)
+    return Path("copy.zip").read_bytes()
 
 
 def decoded(folder):
@@ -651,47 +571,36 @@ def decoded(folder):
     return [task.decode(task.tokens[split]) for split in ("train", "val", "test")]
 
 
-@pytest.fixture
-def mirror(monkeypatch):
-    """The address of a web server with a small zip, /good; /short, /wrong and /gone fail, each in its own way."""
+def test_a_download_that_fails_leaves_nothing_and_the_next_mirror_is_tried(monkeypatch):
+    """Broken off, wrong, and not there; then right."""
     body = make_zip()
-    pages = {"/good": body, "/short": body[:-99], "/wrong": body[:-1] + b"?"}
+    pages = {"/short": body[:-99], "/wrong": body[:-1] + b"?", "/right": body}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            # One of the real mirrors refuses Python's own User-Agent.
-            page = None if "python" in self.headers["User-Agent"].lower() else pages.get(self.path)
-            self.send_response(404 if page is None else 200)
+            is_refused = "python" in self.headers["User-Agent"].lower()     # as one of the real mirrors does
+            self.send_response(200 if self.path in pages and not is_refused else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(page or b"")
+            self.wfile.write(pages.get(self.path, b""))
 
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setitem(data_module.WIKITEXTS, "wikitext-2", (hashlib.sha256(body).hexdigest(), []))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.mark.parametrize("path", ["/short", "/wrong", "/gone"])
-def test_a_download_that_fails_leaves_nothing_and_the_next_mirror_is_tried(mirror, capsys, path):
-    _, urls = data_module.WIKITEXTS["wikitext-2"]
-    urls.append(mirror + path)
-    with pytest.raises(OSError, match="could not fetch wikitext-2"):
+        urls = [f"http://127.0.0.1:{server.server_port}{path}" for path in ("/short", "/wrong", "/gone")]
+        monkeypatch.setitem(data_module.WIKITEXTS, "wikitext-2", (hashlib.sha256(body).hexdigest(), urls))
+        with pytest.raises(OSError, match="could not fetch wikitext-2"):
+            data_module.main([])
+        assert not os.path.exists("data")
+        urls.append(urls[0].replace("short", "right"))
         data_module.main([])
-    assert not os.listdir()
-    urls.append(mirror + "/good")
-    data_module.main([])
+        server.shutdown()
     assert decoded("data/wikitext-2-byte") == list(PARTS.values())
-    assert capsys.readouterr().out.endswith(f"python train.py --attn tra --data {Path('data/wikitext-2-byte')}\n")
 
 
 def test_zip_folder_and_text_file_hold_the_same_text():
-    Path("copy.zip").write_bytes(make_zip())
-    Path("wiki").mkdir()
-    for name, text in PARTS.items():
-        Path("wiki", name).write_text(text, encoding="utf-8", newline="")
+    make_zip()
+    zipfile.ZipFile("copy.zip").extractall()
     Path("book.txt").write_text("".join(PARTS.values()), encoding="utf-8", newline="")
     for source in ("copy.zip", "wiki", "book.txt"):
         data_module.prepare(source)
@@ -701,38 +610,39 @@ def test_zip_folder_and_text_file_hold_the_same_text():
         data_module.prepare("book.txt")
 
 
-@needs_fork
+def test_gpt2_tokens_become_the_text_again(monkeypatch):
+    """With a vocabulary of 256 bytes and two merges: that of GPT-2 would have to be fetched."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"ca": 256, b"cat": 257}
+    encoding = tiktoken.Encoding("test", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    make_zip()
+    data_module.prepare("copy.zip", "gpt2")
+    assert decoded("data/copy-gpt2") == list(PARTS.values())
+    task = data_module.Text("data/copy-gpt2", window=4)
+    assert task.encode("a cat") == [97, 32, 257] and task.decode([97, 32, 257]) == "a cat"
+
+
 def test_a_text_that_is_half_prepared_is_never_taken_for_done():
     Path("book.txt").write_text("line\n" * 100)
-    assert exit_code_when_killed_at_write(1, lambda: data_module.prepare("book.txt")) == -signal.SIGKILL
+    assert dies_before_replace(1, lambda: data_module.prepare("book.txt"))
     with pytest.raises(FileNotFoundError, match="holds no prepared text"):
         decoded("data/book-byte")
     data_module.prepare("book.txt")
-    assert "".join(decoded("data/book-byte")) == "line\n" * 100
-
-
-# -----------------------------------------------------------------------------
-# Bad input
 
 
 @pytest.mark.parametrize("command, reason", [
     ("train.py", "--attn tra --task copy"),
     ("train.py --attn tra --task copy --pairs 3", "--pairs"),
     ("train.py --attn tra --task copy --n-head 3", "divisible"),
-    ("train.py --attn tra --task copy --dropout 1", "dropout must be"),
-    ("train.py --attn rope --task copy --n-embd 12", "must be even"),
     ("train.py --attn rope --task copy --no-sparse", "parts of TRA"),
-    ("train.py --attn tra --task induct --symbols 3", "more symbols than pairs"),
     ("train.py --attn tra --task copy --device cuda:99", "does not work here"),
     ("train.py --attn tra --data nowhere", "make one with data.py"),
     ("train.py --attn tra --task copy --resume --out nowhere", "holds no run"),
-    ("eval.py nowhere", "holds no run"),
     ("eval.py damaged", "is damaged"),
     ("data.py nowhere.txt", "neither a file nor a folder"),
     ("data.py binary.txt", "not UTF-8"),
     ("data.py short.txt", "too few lines"),
     ("tasks.py --task copy --split 9x", "choose one of train, 1x"),
-    ("tasks.py --task copy --pairs 3", "copy has no pairs"),
 ])
 def test_bad_input_gets_one_line_and_an_exit_code(monkeypatch, capsys, command, reason):
     Path("binary.txt").write_bytes(b"\xff\xfe line\n" * 100)
@@ -740,8 +650,7 @@ def test_bad_input_gets_one_line_and_an_exit_code(monkeypatch, capsys, command, 
     Path("damaged").mkdir()
     Path("damaged/ckpt.pt").write_bytes(b"half a checkpoint")
     monkeypatch.setattr(sys, "argv", command.split())
-    # The scripts would take Ctrl-C from pytest.
-    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)           # the scripts would take Ctrl-C from pytest
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(HERE / sys.argv[0]), run_name="__main__")
     # Python prints the text that sys.exit() gets, and makes it the exit code 1.
@@ -761,22 +670,14 @@ def test_nothing_in_a_checkpoint_is_ever_run():
     assert os.listdir() == ["ckpt.pt"]
 
 
-def test_a_synthetic_task_needs_neither_tiktoken_nor_pytest():
-    code = "import sys; import train; print(sorted({'tiktoken', 'pytest', 'matplotlib'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
-    assert result.stdout == "[]\n"
-
-
 # -----------------------------------------------------------------------------
 # The README
 
-
 def test_the_readme_has_the_two_commands_and_quotes_the_code_its_output_and_the_table(monkeypatch, capsys):
-    for line in ("pip install -r requirements.txt && python train.py --attn tra --task copy",
-                 "pip install -r requirements.txt && pytest"):
-        assert line in README.splitlines()
+    assert "pip install -r requirements.txt && python train.py --attn tra --task copy\n" in BLOCKS
+    assert "pip install -r requirements.txt && pytest\n" in BLOCKS
     assert code_of_readme("mask = ") in (HERE / "model.py").read_text(encoding="utf-8")
-    model_module.worked_example()
+    worked_example()
     assert code_of_readme("One query").rstrip() == capsys.readouterr().out.rstrip()
     monkeypatch.chdir(HERE)
     importlib.import_module("extras.campaign").main(["--summary"])
@@ -793,23 +694,21 @@ def test_the_readme_runs_from_top_to_bottom(monkeypatch):
     monkeypatch.setattr(data_module, "tokenizer", lambda name: byte_tokenizer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    small = dict(n_layer=2, n_head=4, n_embd=16, batch=2, steps=2, examples=20)
-    monkeypatch.setattr(train_module, "PRESETS", {
-        scale: {task: preset | small | ({"window": 4} if task == "wikitext" else {"length": 4})
-                for task, preset in presets.items()} for scale, presets in train_module.PRESETS.items()})
-    monkeypatch.setattr(data_module.Text, "validation", ("val", 100))
-    mains = {"model.py": lambda words: model_module.worked_example(),
+    for presets in train_module.PRESETS.values():
+        for task, preset in presets.items():
+            small = dict(n_layer=2, n_head=4, n_embd=16, batch=2, steps=2, examples=20)
+            small["window" if task == "wikitext" else "length"] = 4
+            monkeypatch.setitem(presets, task, preset | small)
+    mains = {"model.py": lambda words: worked_example(),
              "train.py": lambda words: train_module.train(train_module.parse_flags(words))}
     commands = 0
     for block in BLOCKS:
         if block.startswith("import "):
             exec(block, {})
         for command in re.findall(r"^(?:.*&& )?python (?:-m )?(.*)", block, re.MULTILINE):
-            if "results/runs.jsonl" in command:
-                continue                # it is in the repository; the test above reads it
-            name, *words = shlex.split(command.replace("--compile", "").replace("4000", "40"))
             if ".png" in command and importlib.util.find_spec("matplotlib") is None:
                 continue
+            name, *words = shlex.split(command.replace("--compile", "").replace("4000", "40"))
             if name == "extras.bench":
                 words += ["--windows", "16", "--attn", "tra", "--batch", "1", "--tokens", "4"]
             main = mains.get(name) or importlib.import_module(name.removesuffix(".py")).main
@@ -819,34 +718,26 @@ def test_the_readme_runs_from_top_to_bottom(monkeypatch):
 
 
 def test_the_readmes_own_attention_and_task_work():
-    """Pasted where the README says, they train, have flags, folders and rows of their own, and pass the tests."""
-    edits = {
-        "model.py": [("# To add one", code_of_readme("def near") + "\n\n# To add one"),
-                     ('"fox": FoX}', '"fox": FoX, "near": Near}'),
-                     ("\n    def __post_init__", code_of_readme("reach") + "\n    def __post_init__")],
-        "tasks.py": [("# To add one", code_of_readme("@dataclass") + "\n\n# To add one"),
-                     ('"instruct": Instruct}', '"instruct": Instruct, "repeat": Repeat}')],
-    }
+    """Pasted where the README says, they train, have flags and rows of their own, and pass the tests."""
     for name in ("model.py", "tasks.py", "data.py", "train.py", "eval.py", "test_model.py", "README.md"):
-        text = (HERE / name).read_text(encoding="utf-8")
-        for old, new in edits.get(name, []):
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        Path(name).write_text(text, encoding="utf-8")
+        shutil.copy(HERE / name, ".")
+    for name, above, new in [("model.py", "# To add one", code_of_readme("def near") + "\n\n"),
+                             ("model.py", '"tra": TRA', '"near": Near, '),
+                             ("model.py", "\n    def __post_init__", code_of_readme("reach")),
+                             ("tasks.py", "# To add one", code_of_readme("@dataclass") + "\n\n"),
+                             ("tasks.py", '"flipflop": FlipFlop', '"repeat": Repeat, ')]:
+        before, after = Path(name).read_text(encoding="utf-8").split(above)
+        Path(name).write_text(before + new + above + after, encoding="utf-8")
     code = """
 import sys, eval, pytest, tasks, train
 tasks.main("--task repeat --length 3 --times 4 --plain --split 2x --count 1".split())
-for flags in ("--reach 4", ""):
-    flags += " --attn near --task repeat --times 3 --length 4 --steps 3 --examples 5 --n-embd 16 --device cpu"
-    train.train(train.parse_flags(flags.split()))
+flags = "--attn near --task repeat --reach 4 --times 3 --length 4 --steps 3 --examples 5 --n-embd 16 --device cpu"
+train.train(train.parse_flags(flags.split()))
 eval.main([])
-chosen = "near and (copy or future or cached or bfloat16) or repeat and streams"
-sys.exit(pytest.main(["-q", "-k", chosen, "test_model.py"]))
+sys.exit(pytest.main(["-q", "-k", "near and (copy or future) or repeat and streams", "test_model.py"]))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     asked, answer = result.stdout.splitlines()[0].removeprefix("<bos> ").split(" <sep> ")
     assert answer == " ".join([asked] * 4) + " <eos>"
-    runs = os.listdir("out")
-    assert len(runs) == 2 and all("times3" in run for run in runs)
-    assert "| near reach=4 " in result.stdout and "| near reach=16 " in result.stdout
+    assert "-reach4-" in result.stdout and "| near " in result.stdout
