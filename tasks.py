@@ -36,11 +36,10 @@ class Task:
     """
     length: int = field(default=16, metadata={"help": "longest training sequence, in symbols"})
     metric, unit = "exact match", "examples"
-    shortest = 1                # the least length that makes sense
 
     def __post_init__(self):
         for size, value in asdict(self).items():
-            least = self.shortest if size == "length" else 1
+            least = 2 if size == "length" else 1
             if type(value) is int and value < least:
                 raise ValueError(f"the {size} of {self.name} must be at least {least}, not {value}")
 
@@ -104,7 +103,6 @@ class FlipFlop(Task):
     """
     length: int = field(default=64, metadata={"help": "instructions in a training sequence"})
     vocab = ["w", "r", "i", "0", "1"]
-    shortest = 2
 
     @property
     def splits(self):
@@ -159,7 +157,6 @@ class Induct(Task):
     length: int = field(default=20, metadata={"help": "longest training sequence, in symbols"})
     symbols: int = field(default=16, metadata={"help": "number of different symbols"})
     pairs: int = field(default=6, metadata={"help": "queries with their answers in a sequence"})
-    shortest = 2
 
     def __post_init__(self):
         super().__post_init__()

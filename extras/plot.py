@@ -283,7 +283,7 @@ def print_gates(runs, args):
         if not hasattr(model.blocks[0].attn, "forget"):
             print(f"{run}: {model.config.attn} has no forget gates\n")
             continue
-        split = args.split or list(task.splits)[-1]
+        split = args.split or list(task.splits)[1]
         x, _ = next(iter(task.test(split, 100_000)))
         cells = []
         for layer, (attn, inputs) in enumerate(layers_of(model, torch.from_numpy(x).to(model.head.weight.device)), 1):
@@ -313,7 +313,7 @@ def main(argv=None):
     add("--task", metavar="T,T", help="results, losses, position: only these tasks, in this order")
     add("--best", action="store_true", help="results: each attention only at the best of its settings")
     add("--example", metavar="TEXT", help="attention: the tokens to read (default: an example of the first test set)")
-    add("--split", metavar="S", help="position, gates: the test set (default: the last, which is a longest one)")
+    add("--split", metavar="S", help="gates: the test set (default: the first); position: the window (the longest)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
     args = parser.parse_args(argv)
     runs = find_runs(args.runs)

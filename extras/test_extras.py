@@ -167,9 +167,9 @@ def test_gates_are_printed_without_matplotlib_and_for_a_picture_one_line_asks_fo
             "runpy.run_module('extras.plot', run_name='__main__')")
     command = [sys.executable, "-c", code]
     done = subprocess.run([*command, "gates", runs, text_run], capture_output=True, text=True, cwd=ROOT)
-    assert f"{runs / 'a'}, reading 215 x 38 tokens of 6x:\n\n| layer | head | forget f: 10% |" in done.stdout
+    assert f"{runs / 'a'}, reading 1024 x 8 tokens of 1x:\n\n| layer | head | forget f: 10% |" in done.stdout
     assert f"{runs / 'd'}: rope has no forget gates" in done.stdout
-    assert f"{text_run}, reading 1 x 256 tokens of 256:" in done.stdout
+    assert f"{text_run}, reading 26 x 16 tokens of 16:" in done.stdout
     done = subprocess.run([*command, "results", runs], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr == "error: pictures need matplotlib: pip install matplotlib\n"
 
