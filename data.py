@@ -69,7 +69,7 @@ def download(name):
     """The zip of a WikiText, from the first address that delivers the right sha256."""
     sha256, urls = WIKITEXTS[name]
     for url in urls:
-        # One of them refuses Python's own User-Agent.
+        # One of them is known to refuse Python's own User-Agent.
         request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0 (compatible; data.py)"})
         content = bytearray()
         try:
@@ -142,7 +142,7 @@ class Text:
     data: str = field(metadata={"help": "a folder that data.py prepared"})
     window: int = field(default=128, metadata={"help": "tokens in a training sequence"})
     metric, unit = "perplexity", "tokens"
-    validation = "val", 32_769
+    validation = "val", 32_769          # tokens: the first, and 256 windows of 128
 
     def __post_init__(self):
         folder = Path(self.data)
@@ -166,7 +166,7 @@ class Text:
     def batch(self, split, seed, step, size):
         """Random windows of the training text, and the tokens that follow. Tests do not come from here."""
         tokens = self.tokens["train"]
-        # The first number stands where other tasks have that of the split.
+        # The first number stands where other tasks have that of the split, and none has so many.
         starts = np.random.default_rng([103, seed, step]).integers(len(tokens) - self.window, size=size)
         rows = tokens[starts[:, None] + np.arange(self.window + 1)].astype(np.int64)       # (size, window + 1)
         return rows[:, :-1], rows[:, 1:]

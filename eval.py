@@ -126,7 +126,7 @@ def make_record(args, task, measured):
 
 def name_rows(records):
     """A name for each record: its attention, and every setting in which these records differ beside the seed."""
-    # A record of before a field was added has that field's default.
+    # Older records lack newer fields. They had the default.
     usual = {name: value for name, value in asdict(GPTConfig()).items() if name not in ("attn", "vocab_size")}
     settings = [usual | record["settings"] | {"examples": record["examples"]} for record in records]
     differ = [name for name in dict.fromkeys(name for s in settings for name in s)
@@ -164,7 +164,7 @@ def with_spread(show, values):
 
 
 def percent(share):
-    """100.0 is said only where nothing was wrong."""
+    """Show 100.0 only if nothing was wrong."""
     return f"{100 if share == 1 else min(100 * share, 99.9):.1f}"
 
 

@@ -297,7 +297,7 @@ def setting(default, help):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    attn: str = setting("tra", "which attention: tra, rope, cope, nope, alibi or fox")
+    attn: str = setting("tra", "which attention: a name in ATTENTIONS")
     vocab_size: int = setting(64, "number of different tokens")
     n_layer: int = setting(4, "blocks")
     n_head: int = setting(4, "attention heads in each block")

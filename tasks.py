@@ -39,7 +39,7 @@ class Task:
 
     def __post_init__(self):
         for size, value in asdict(self).items():
-            least = 2 if size == "length" else 1
+            least = 2 if size == "length" else 1            # flipflop needs w and r, induct a pair
             if type(value) is int and value < least:
                 raise ValueError(f"the {size} of {self.name} must be at least {least}, not {value}")
 
@@ -119,13 +119,13 @@ class FlipFlop(Task):
         latest = np.maximum.accumulate(np.where(what == 0, np.arange(n), 0), axis=1)    # index of the last write so far
         bits = np.where(what == 1, np.take_along_axis(bits, latest, 1), bits)
         tokens = np.stack((what, bits + 3), axis=2).reshape(size, 2 * n)
-        scored = np.stack((np.zeros_like(what), what == 1), axis=2).reshape(size, 2 * n) == 1
+        scored = np.stack((np.zeros_like(what, dtype=bool), what == 1), axis=2).reshape(size, 2 * n)
         return tokens, scored
 
 
 @dataclass(frozen=True)
 class Copy(Task):
-    """Say again what came before <sep>. Symbols may repeat, so that finding the last symbol is not enough.
+    """Repeat what came before <sep>. Symbols may recur, so looking up the previous symbol is not enough.
 
         <bos> c a c f <sep> [c] [a] [c] [f] [<eos>]        (length 4)
 

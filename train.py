@@ -8,9 +8,9 @@ Train one attention on one task, then test it on sequences longer than any it wa
     python train.py --attn tra --task copy --scale paper        # the paper's setting, for a GPU
     python train.py --attn tra --task copy --resume             # after Ctrl-C or a crash: ends as if never stopped
 
-A run is a folder, out/{task}-{attn}-s{seed}/, with any setting that a flag has changed in its name. It holds ckpt.pt (a
-dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON object a line) and eval.json (the results).
-`python train.py --task copy --help` shows every flag with the value that copy's preset gives it.
+A run is a folder, out/{task}-{attn}-s{seed}/; every setting that a flag has changed is added to its name. It holds
+ckpt.pt (a dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON object a line) and eval.json
+(the results). `python train.py --task copy --help` shows every flag with the value that copy's preset gives it.
 """
 
 import argparse
@@ -44,7 +44,8 @@ PRESETS = {
         "wikitext": dict(data="data/wikitext-2-byte", n_layer=4, n_embd=128, steps=800, eval_every=100,
                          examples=131_072),
     },
-    # The paper's models and lengths in fewer and larger steps, more steps on text, for a CPU. Only flipflop was tried.
+    # For a CPU: the paper's models and lengths in fewer steps, at a higher learning rate; more steps on text. Only
+    # flipflop was tried.
     "middle": {
         "flipflop": dict(PAPER, length=256, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
         "copy": dict(PAPER, symbols=64, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
@@ -76,7 +77,7 @@ def learning_rate(step, args):
 
 
 def make_optimizer(model, args):
-    """AdamW. Put another one here if you like: a run resumes with the optimizer it was started with."""
+    """AdamW. Put another one here if you like; a run can only be resumed with the optimizer it was started with."""
     # Matrices decay. Vectors and forget gates do not: decay pulls f to log(1/2), and closes gates that should be open.
     decayed, others = [], []
     for name, p in model.named_parameters():
@@ -104,7 +105,7 @@ def ask_to_stop(signum, frame):
 
 
 def train(args):
-    """Train from scratch or go on, then test. All of it goes into the folder of the run; returns its eval.json."""
+    """Train from scratch or go on, then test. Returns what it writes to eval.json, or None if it was stopped."""
     args = dict(args)
     out, resume, overwrite = (args.pop(name) for name in ("out", "resume", "overwrite"))
     ckpt_path, log_path, eval_path = (os.path.join(out, name) for name in ("ckpt.pt", "log.jsonl", "eval.json"))
@@ -140,7 +141,7 @@ def train(args):
             generator.set_rng_state(state)
         first, rows, seconds, history = ckpt["step"], ckpt["log"], ckpt["seconds"], list(ckpt["history"].to(device))
 
-    # What is compiled is the loss: a compiled model that also returned its logits would make a gradient for them.
+    # Compile the loss alone. If logits were returned, too, the backward pass would allocate a gradient for them.
     def compute_loss(x, y):
         with torch.autocast(device_type, dtype=torch.bfloat16, enabled=args["dtype"] == "bfloat16"):
             return model(x, y)[1]
@@ -232,7 +233,8 @@ def train(args):
     measured = {}
     for split in list(task.splits)[1:]:
         if stop_requests:
-            return show(f"stopped after step {done} of {out}: the same command with --resume goes on", end="\n")
+            show(f"stopped after step {done} of {out}: the same command with --resume goes on", end="\n")
+            return None
         measured[split] = measure(model, task, split, args["examples"])
         show(f"test set {split}: {task.metric} {measured[split][task.metric]:.3f}")
     log.close()
@@ -254,7 +256,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def add_fields(group, cls):
-    """A flag for each field of a dataclass that has no flag yet."""
+    """A flag for each field of a dataclass, except those that have one already or follow from the task."""
     for field in fields(cls):
         how = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
         if field.name not in ("attn", "data", "vocab_size"):
@@ -271,8 +273,8 @@ def parse_flags(argv=None):
     add("--attn", choices=ATTENTIONS, default=argparse.SUPPRESS, help="the attention to train, see model.py")
     add("--task", choices=[*TASKS, "wikitext"], default=argparse.SUPPRESS, help="what to train it on, see tasks.py")
     add("--data", default=argparse.SUPPRESS, help="a text that data.py prepared; no --task is needed then")
-    add("--scale", choices=PRESETS, default="laptop", help="which preset: laptop takes minutes, middle has the paper's "
-        "sizes in fewer steps, paper is for a GPU")
+    add("--scale", choices=PRESETS, default="laptop", help="which preset: laptop takes minutes, middle an hour or two "
+        "with the paper's sizes (for text: more steps), paper is for a GPU")
     add("--seed", type=int, default=0, help="of the weights, the data and the dropout")
     add("--examples", type=int, default=500, help="examples in each test set; for a text, tokens of it")
     add("--out", default=argparse.SUPPRESS, help="folder of the run, if not out/{task}-{attn}-s{seed} and the like")
