@@ -42,9 +42,14 @@ EXPERIMENTS = [
     ("induct", [f"--attn {attn} --task induct" for attn in FOUR], range(500, 504)),
     ("flipflop, parts of TRA", [f"--attn tra --task flipflop {part}" for part in PARTS], range(500, 504)),
     ("copy", [f"--attn {attn} --task copy{decay}" for attn in FOUR for decay in DECAYS], range(712, 716)),
+    ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in FOUR], range(500, 502)),
+    ("induct", ["--attn tra --task induct --weight-decay 0.2"], range(500, 504)),
+    ("instruct", [f"--attn {attn} --task instruct" for attn in FOUR], [500]),
+    ("instruct", [f"--attn tra --task instruct{decay}" for decay in ("", " --weight-decay 0.2")], range(500, 504)),
+    ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in FOUR], range(502, 504)),
     ("copy, parts of TRA", [f"--attn tra --task copy {part}" for part in PARTS], range(712, 716)),
     ("instruct", [f"--attn {attn} --task instruct" for attn in SIX], range(500, 504)),
-    ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in SIX], range(500, 504)),
+    ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in TWO], range(500, 504)),
     ("induct", [f"--attn {attn} --task induct" for attn in TWO], range(500, 504)),
     ("copy", [f"--attn {attn} --task copy{decay}" for attn in TWO for decay in DECAYS], range(712, 716)),
     ("induct", [f"--attn {attn} --task induct --weight-decay 0.2" for attn in SIX], range(500, 504)),
@@ -129,10 +134,11 @@ def summary(records):
     for task in [task for task in SUMMARY if task in tables]:
         metric, rows = tables[task]
         _, show, _ = METRICS[metric]
-        counts = sorted({len(found) for found in rows.values()})
+        fewest, most = (of(map(len, rows.values())) for of in (min, max))
+        seeds = str(most) if fewest == most else f"{fewest} to {most}"
         for split in SUMMARY[task]:
             means = {attn: show(statistics.fmean(r["results"][split] for r in found)) for attn, found in rows.items()}
-            cells.append([task, split, *(means.get(attn, "") for attn in ATTENTIONS), " or ".join(map(str, counts))])
+            cells.append([task, split, *(means.get(attn, "") for attn in ATTENTIONS), seeds])
     return "\n".join(markdown(cells))
 
 

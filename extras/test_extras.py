@@ -252,8 +252,8 @@ def test_the_summary_has_each_attention_at_its_best_setting_and_means_over_seeds
     assert campaign.summary(records) == """\
 | task       | test set |   tra |  rope |  fox |  seeds |
 | ---------- | -------: | ----: | ----: | ---: | -----: |
-| copy       |       1x | 100.0 |       | 50.0 | 1 or 2 |
-| copy       |       2x |  50.0 |       | 85.0 | 1 or 2 |
-| copy       |       4x |  25.0 |       | 85.0 | 1 or 2 |
+| copy       |       1x | 100.0 |       | 50.0 | 1 to 2 |
+| copy       |       2x |  50.0 |       | 85.0 | 1 to 2 |
+| copy       |       4x |  25.0 |       | 85.0 | 1 to 2 |
 | wikitext-2 |      128 |       |  5.00 |      |      1 |
 | wikitext-2 |     4096 |       | 20.00 |      |      1 |"""
