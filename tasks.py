@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
-LETTERS = string.ascii_letters + string.digits
+LETTERS = [*string.ascii_letters, *string.digits]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the tasks share. A task has fields (its sizes), vocab, sample() and maybe splits of its own.
+    """What the tasks share. A task has fields (its sizes), sample(), and maybe markers, a vocab or splits of its own.
 
     Every field becomes a flag; its default is the laptop's size. splits maps a name to what sample() needs to make that
     kind of example; the first, "train", is for training, the others are test sets. (Append new ones at the end: the
@@ -35,6 +35,7 @@ class Task:
     scored. spec is what splits has under the name of the split; None tells it to draw a length for training.
     """
     length: int = field(default=16, metadata={"help": "longest training sequence, in symbols"})
+    markers = ["<bos>", "<sep>", "<eos>"]       # the first tokens; the symbols come after them
     metric, unit = "exact match", "examples"
 
     def __post_init__(self):
@@ -46,6 +47,10 @@ class Task:
     @property
     def name(self):
         return next(name for name, kind in TASKS.items() if kind is type(self))
+
+    @property
+    def vocab(self):
+        return self.markers + LETTERS[:self.symbols] + [f"s{i}" for i in range(len(LETTERS), self.symbols)]
 
     @property
     def vocab_size(self):
@@ -84,9 +89,6 @@ class Task:
 
     def decode(self, ids):
         return " ".join(self.vocab[i] for i in ids)
-
-    def symbol_names(self):
-        return [LETTERS[i] if i < len(LETTERS) else f"s{i}" for i in range(self.symbols)]
 
     def multiples(self, factors):
         """{"1x": L, "1.5x": 1.5 L, ...}: test lengths by name."""
@@ -133,10 +135,6 @@ class Copy(Task):
     """
     symbols: int = field(default=48, metadata={"help": "number of different symbols"})
 
-    @property
-    def vocab(self):
-        return ["<bos>", "<sep>", "<eos>"] + self.symbol_names()
-
     def sample(self, rng, size, spec):
         n = rng.integers(1, self.length + 1, 2).max() if spec is None else spec
         x = rng.integers(3, 3 + self.symbols, (size, n), dtype=np.int64)
@@ -157,15 +155,12 @@ class Induct(Task):
     length: int = field(default=20, metadata={"help": "longest training sequence, in symbols"})
     symbols: int = field(default=16, metadata={"help": "number of different symbols"})
     pairs: int = field(default=6, metadata={"help": "queries with their answers in a sequence"})
+    markers = ["<bos>", "<sep>"]
 
     def __post_init__(self):
         super().__post_init__()
         if self.symbols <= self.pairs:
             raise ValueError(f"induct needs more symbols than pairs, not {self.symbols} and {self.pairs}")
-
-    @property
-    def vocab(self):
-        return ["<bos>", "<sep>"] + self.symbol_names()
 
     def sample(self, rng, size, spec):
         n = rng.integers(2, self.length + 1) if spec is None else spec
@@ -195,18 +190,13 @@ class Instruct(Task):
     """
     length: int = field(default=10, metadata={"help": "longest training sequence, in symbols"})
     symbols: int = field(default=16, metadata={"help": "number of different symbols"})
-    instructions = ["copy", "reverse", "first", "last"]
-    practice = [0, 0, 1, 1, 2, 3]       # training draws from these
-
-    @property
-    def vocab(self):
-        return [f"<{name}>" for name in self.instructions] + ["<sep>", "<eos>"] + self.symbol_names()
+    markers = ["<copy>", "<reverse>", "<first>", "<last>", "<sep>", "<eos>"]
+    practice = [0, 0, 1, 1, 2, 3]       # training draws its instructions from these
 
     @property
     def splits(self):
-        tests = {f"{name}-{by}": (i, n) for i, name in enumerate(self.instructions)
-                 for by, n in self.multiples((1, 2, 4, 10)).items()}
-        return {"train": None} | tests
+        return {"train": None} | {f"{name.strip('<>')}-{by}": (i, n) for i, name in enumerate(self.markers[:4])
+                                  for by, n in self.multiples((1, 2, 4, 10)).items()}
 
     def sample(self, rng, size, spec):
         if spec is None:

@@ -2,15 +2,14 @@
 Train one attention on one task, then test it on sequences longer than any it was trained on.
 
     python train.py --attn tra --task copy                      # minutes on a laptop, then a table
-    python train.py --attn rope --task flipflop --seed 1
     python train.py --attn tra --task copy --no-contextual      # TRA without its contextual distance
     python train.py --attn tra --data data/wikitext-2-byte      # a text that data.py prepared
     python train.py --attn tra --task copy --scale paper        # the paper's setting, for a GPU
     python train.py --attn tra --task copy --resume             # after Ctrl-C or a crash: ends as if never stopped
+    python train.py --task copy --help                          # every flag, with the value of copy's preset
 
 A run is a folder, out/{task}-{attn}-s{seed}/; every setting that a flag has changed is added to its name. It holds
-ckpt.pt (a dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON object a line) and eval.json
-(the results). `python train.py --task copy --help` shows every flag with the value that copy's preset gives it.
+ckpt.pt (a dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON object a line) and eval.json.
 """
 
 import argparse
@@ -32,31 +31,29 @@ from tasks import TASKS
 
 # -----------------------------------------------------------------------------
 # One preset per scale and task. Every entry is a flag: --lr 1e-3 replaces it. At laptop scale a task has the sizes that
-# are its fields' defaults.
+# are its fields' defaults. "middle" is the paper's model and lengths in fewer steps, for a CPU; on text, more steps.
 
-PAPER = dict(n_layer=4, n_head=4, n_embd=256, length=50, batch=128, lr=1e-4, steps=100_000)     # for synthetic tasks
+MINI = dict(n_layer=4, n_head=4, n_embd=256, length=50)         # the paper's model for synthetic tasks
+PAPER = dict(MINI, symbols=64, batch=128, lr=1e-4, steps=100_000)
+BYTES = dict(data="data/wikitext-2-byte", n_layer=4, n_embd=128, examples=131_072)
 PRESETS = {
     "laptop": {
         "flipflop": dict(n_layer=2, n_embd=64, embd_std=1.0, beta2=0.98, steps=800),
         "copy": dict(n_layer=2, n_embd=128, beta2=0.9, weight_decay=0.2, steps=9000, examples=2000),
         "induct": dict(n_layer=3, n_embd=128, forget_bias=3.0, beta2=0.98, steps=4000),
         "instruct": dict(n_layer=3, n_head=8, n_embd=128, forget_bias=2.0, dropout=0.0, beta2=0.98, steps=9000),
-        "wikitext": dict(data="data/wikitext-2-byte", n_layer=4, n_embd=128, steps=800, eval_every=100,
-                         examples=131_072),
+        "wikitext": dict(BYTES, steps=800, eval_every=100),
     },
-    # For a CPU: the paper's models and lengths in fewer steps, at a higher learning rate; more steps on text. Only
-    # flipflop was tried.
     "middle": {
-        "flipflop": dict(PAPER, length=256, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
-        "copy": dict(PAPER, symbols=64, batch=32, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
-        "wikitext": dict(data="data/wikitext-2-byte", n_layer=4, n_embd=128, steps=6000, eval_every=500,
-                         examples=131_072),
+        "flipflop": dict(MINI, length=256, batch=16, lr=1e-3, beta2=0.98, embd_std=1.0, steps=200, examples=1000),
+        "copy": dict(MINI, symbols=64, lr=1e-3, beta2=0.95, weight_decay=0.2, steps=9000, examples=1000),
+        "wikitext": dict(BYTES, steps=6000, eval_every=500),
     },
     "paper": {
-        "flipflop": dict(PAPER, length=256, batch=64, steps=25_000),
-        "copy": dict(PAPER, symbols=64),
-        "induct": dict(PAPER, symbols=64, pairs=8),
-        "instruct": dict(PAPER, symbols=64),
+        "flipflop": dict(MINI, length=256, batch=64, lr=1e-4, steps=25_000),
+        "copy": PAPER,
+        "induct": dict(PAPER, pairs=8),
+        "instruct": PAPER,
         "wikitext": dict(data="data/wikitext-103-gpt2", n_layer=8, n_head=8, n_embd=512, batch=64, lr=1e-4,
                          steps=100_000, eval_every=1000, examples=10**9),
     },
@@ -151,10 +148,9 @@ def train(args):
 
     def get_batch(step):
         batch = (torch.from_numpy(array) for array in task.batch("train", args["seed"], step, args["batch"]))
-        if device_type == "cuda":
-            # The copy does not wait for the device, which is still busy with the last step.
-            return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
-        return [tensor.to(device) for tensor in batch]
+        if device_type == "cuda":       # from pinned memory the copy does not wait for the device to finish a step
+            batch = (tensor.contiguous().pin_memory() for tensor in batch)
+        return [tensor.to(device, non_blocking=True) for tensor in batch]
 
     def save(step):
         """A checkpoint that is whole or not there: to a temporary file, to the disk, then into its place."""
@@ -183,7 +179,7 @@ def train(args):
     if os.path.exists(eval_path):
         os.remove(eval_path)
 
-    done, tokens, validated = first, 0, ""
+    done, tokens = first, 0
     for step in range(first, args["steps"]):
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
@@ -211,18 +207,17 @@ def train(args):
             if not math.isfinite(mean_loss + mean_norm):
                 raise ValueError(f"loss {mean_loss}, gradient norm {mean_norm} near step {done}: stopped; the last "
                                  f"checkpoint in {out} is from before. Try a lower --lr")
-        if args["eval_every"] and done % args["eval_every"] == 0:
-            found = measure(model, task, *task.validation)
-            model.train()
-            write_log(step=done, val_loss=found["loss"], val_exact_match=found["exact match"],
-                      val_right_tokens=found["right tokens"])
-            validated = f"  validation {found[task.metric]:.3f}, {found['right tokens']:.1%} of tokens right"
         if is_time_to_log:
             history.clear()
             speed, left = tokens / (now - start), (now - start) / (done - first) * (args["steps"] - done)
             write_log(step=done, loss=mean_loss, lr=lr, grad_norm=mean_norm, tokens_per_second=round(speed))
-            show(f"step {done}/{args['steps']} ({done / args['steps']:.0%})  loss {mean_loss:.4f}{validated}  "
+            show(f"step {done}/{args['steps']} ({done / args['steps']:.0%})  loss {mean_loss:.4f}  "
                  f"{speed:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left")
+        if args["eval_every"] and done % args["eval_every"] == 0:
+            found = measure(model, task, *task.validation)
+            model.train()
+            write_log(step=done, val_loss=found["loss"], val_right_tokens=found["right tokens"])
+            show(f"step {done}: validation loss {found['loss']:.4f}, {task.metric} {found[task.metric]:.3f}", end="\n")
         if is_time_to_save:
             save(done)
             saved = time.time()
