@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 HUB = "https://huggingface.co/datasets"
-WIKITEXTS = {       # name: the sha256 of its zip, and where to find it
+WIKITEXTS = {       # name: the sha256 of its zip, and its mirrors
     "wikitext-2": ("ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11", [
         "https://wikitext.smerity.com/wikitext-2-raw-v1.zip",
         f"{HUB}/ggml-org/ci/resolve/927b3642933080f1b0e811e2f916e14c292992f9/wikitext-2-raw-v1.zip"]),
@@ -187,8 +187,7 @@ class Text:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="data.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", default="wikitext-2", metavar="wikitext-2 | wikitext-103 | PATH",
                         help="what to prepare (default wikitext-2); PATH is a UTF-8 text file, a zip or a folder")
     parser.add_argument("--tokenizer", choices=VOCAB_SIZE, default="byte", help="bytes (default), or GPT-2's tokens")

@@ -246,8 +246,7 @@ def print_mistakes(run, model, task, splits, examples, wanted):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="eval.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", default=["out"], metavar="RUN",
                         help="folders that train.py wrote, patterns, or .jsonl files of records (default: all in out/)")
     parser.add_argument("--examples", type=int, metavar="N", help="measure again on N examples of each test set, or on "

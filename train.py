@@ -153,7 +153,7 @@ def train(args):
         return [tensor.to(device, non_blocking=True) for tensor in batch]
 
     def save(step):
-        """A checkpoint that is whole or not there: to a temporary file, to the disk, then into its place."""
+        """A checkpoint that is whole or not there: to a temporary file, to the disk, into its place. The log follows."""
         with open(ckpt_path + ".tmp", "wb") as file:
             torch.save({"config": asdict(config), "model": model.state_dict(), "step": step, "args": args,
                         "optimizer": optimizer.state_dict(), "random": [g.get_rng_state() for g in generators],
@@ -162,20 +162,15 @@ def train(args):
             file.flush()
             os.fsync(file.fileno())
         os.replace(ckpt_path + ".tmp", ckpt_path)
-
-    def write_log(**row):
-        rows.append(row)
-        print(json.dumps(row), file=log, flush=True)
+        with open(log_path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
     print(f"{task.name} with {args['attn']}, {args['scale']} scale, seed {args['seed']}: "
           f"{sum(p.numel() for p in model.parameters()):,} parameters, steps {first:,} to {args['steps']:,}, "
           f"{args['batch']} sequences a step, on {device} in {args['dtype']} -> {out}", flush=True)
     os.makedirs(out, exist_ok=True)
     start = saved = time.time()
-    # The checkpoint comes before the log, which is written anew from it: a kill between the two does no harm.
     save(first)
-    log = open(log_path, "w", encoding="utf-8")
-    log.writelines(json.dumps(row) + "\n" for row in rows)
     if os.path.exists(eval_path):
         os.remove(eval_path)
 
@@ -210,13 +205,13 @@ def train(args):
         if is_time_to_log:
             history.clear()
             speed, left = tokens / (now - start), (now - start) / (done - first) * (args["steps"] - done)
-            write_log(step=done, loss=mean_loss, lr=lr, grad_norm=mean_norm, tokens_per_second=round(speed))
+            rows.append(dict(step=done, loss=mean_loss, lr=lr, grad_norm=mean_norm, tokens_per_second=round(speed)))
             show(f"step {done}/{args['steps']} ({done / args['steps']:.0%})  loss {mean_loss:.4f}  "
                  f"{speed:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left")
         if args["eval_every"] and done % args["eval_every"] == 0:
             found = measure(model, task, *task.validation)
             model.train()
-            write_log(step=done, val_loss=found["loss"], val_right_tokens=found["right tokens"])
+            rows.append(dict(step=done, val_loss=found["loss"], val_right_tokens=found["right tokens"]))
             show(f"step {done}: validation loss {found['loss']:.4f}, {task.metric} {found[task.metric]:.3f}", end="\n")
         if is_time_to_save:
             save(done)
@@ -232,7 +227,6 @@ def train(args):
             return None
         measured[split] = measure(model, task, split, args["examples"])
         show(f"test set {split}: {task.metric} {measured[split][task.metric]:.3f}")
-    log.close()
     record = make_record(args, task, measured) | {"torch": torch.__version__, "threads": torch.get_num_threads(),
                                                   "seconds": round(seconds + time.time() - start)}
     with open(eval_path, "w", encoding="utf-8") as file:
@@ -313,9 +307,7 @@ def parse_flags(argv=None):
     parts += [args["scale"]] if args["scale"] != "laptop" else []
     for name, value in args.items():
         if value != parser.get_default(name) and name not in NOT_SETTINGS:
-            text = f"{name}{value}"
-            if isinstance(value, bool):
-                text = name if value else f"no-{name}"
+            text = f"no-{name}" if value is False else f"{name}{value}"
             parts.append(text.replace("_", "-"))
     return {"out": os.path.join("out", "-".join([*parts, f"s{args['seed']}"]))} | args
 
