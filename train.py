@@ -153,7 +153,7 @@ def train(args):
         return [tensor.to(device, non_blocking=True) for tensor in batch]
 
     def save(step):
-        """A checkpoint that is whole or not there: to a temporary file, to the disk, into its place. The log follows."""
+        """A checkpoint that is whole or not there: a temporary file, the disk, its place. Then the log."""
         with open(ckpt_path + ".tmp", "wb") as file:
             torch.save({"config": asdict(config), "model": model.state_dict(), "step": step, "args": args,
                         "optimizer": optimizer.state_dict(), "random": [g.get_rng_state() for g in generators],

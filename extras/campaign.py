@@ -20,12 +20,12 @@ import subprocess
 import sys
 import time
 
-from eval import METRICS, group, markdown
+from eval import METRICS, group, markdown, read_records
 from model import ATTENTIONS
 
 RECORDS = "results/runs.jsonl"
 SUMMARY = {"flipflop": ["iid", "sparse-4x", "dense-4x"], "copy": ["1x", "2x", "4x"], "induct": ["1x", "2x", "4x"],
-           "instruct": ["reverse-1x", "reverse-2x", "last-4x"], "wikitext-2": ["128", "4096"]}
+           "instruct": ["last-4x"], "wikitext-2": ["128", "4096"]}
 SIX = ["tra", "rope", "cope", "fox", "alibi", "nope"]
 PARTS = ["--no-sparse", "--no-contextual", "--no-sparse --no-contextual"]
 TEXT = "--data data/wikitext-2-byte"
@@ -40,9 +40,10 @@ EXPERIMENTS = [
     ("induct", [f"--attn {attn} --task induct" for attn in FOUR], range(500, 504)),
     ("induct", ["--attn tra --task induct --weight-decay 0.2"], range(500, 504)),
     ("instruct", [f"--attn tra --task instruct{decay}" for decay in ("", " --weight-decay 0.2")], range(500, 504)),
+    ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in FOUR], range(500, 502)),
     ("copy", [f"--attn {attn} --task copy{decay}" for attn in FOUR for decay in DECAYS], range(712, 716)),
     ("instruct", [f"--attn {attn} --task instruct" for attn in FOUR], [500]),
-    ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in FOUR], range(500, 504)),
+    ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in FOUR], range(502, 504)),
     ("copy", [f"--attn {attn} --task copy{decay}" for attn in TWO for decay in DECAYS], range(712, 716)),
     ("induct", [f"--attn {attn} --task induct" for attn in TWO], range(500, 504)),
     ("copy, parts of TRA", [f"--attn tra --task copy {part}" for part in PARTS], range(712, 716)),
@@ -65,19 +66,15 @@ EXPERIMENTS = [
 ]
 
 
-def read_records():
-    if not os.path.exists(RECORDS):
-        return []
-    with open(RECORDS, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+def kept_records():
+    return read_records(RECORDS) if os.path.exists(RECORDS) else []
 
 
 def missing_runs(only):
     """(title, flags) of every run that has no record."""
-    done = [(record["task"], record["flags"]) for record in read_records()]
-    wanted = [(title, f"{flags} --seed {seed}") for title, many, seeds in EXPERIMENTS for seed in seeds
-              for flags in many]
-    return [run for run in dict.fromkeys(wanted) if run not in done and only in run[0]]
+    done = [(record["task"], record["flags"]) for record in kept_records()]
+    runs = [(title, f"{flags} --seed {seed}") for title, many, seeds in EXPERIMENTS for seed in seeds for flags in many]
+    return [run for run in dict.fromkeys(runs) if run not in done and only in run[0]]
 
 
 def folder_of(title, flags):
@@ -87,51 +84,43 @@ def folder_of(title, flags):
 def start(title, flags):
     """Train in a process of its own; go on if there is a run already."""
     out = folder_of(title, flags)
-    words = [*flags.split(), "--out", out]
-    if os.path.exists(f"{out}/ckpt.pt"):
-        words.append("--resume")
+    resume = ["--resume"] if os.path.exists(f"{out}/ckpt.pt") else []
     # Two threads that wait for each other actively would take the cores from the other runs.
     env = os.environ | {"OMP_NUM_THREADS": "2" if "two threads" in title else "1", "OMP_WAIT_POLICY": "passive"}
-    return out, subprocess.Popen([sys.executable, "train.py", *words], env=env, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "train.py", *flags.split(), "--out", out, *resume]
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
 
 
 def ask_git(*words):
     return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
 
 
-def keep(title, flags, out):
+def keep(title, flags):
     """Append the record of a finished run."""
-    with open(f"{out}/eval.json", encoding="utf-8") as file:
-        record = json.load(file)
+    [record] = read_records(folder_of(title, flags))
     version = ask_git("rev-parse", "--short", "HEAD") + ("-dirty" if ask_git("status", "--porcelain", "*.py") else "")
     with open(RECORDS, "a", encoding="utf-8") as file:
         file.write(json.dumps(record | {"task": title, "flags": flags, "code": version}) + "\n")
     print(f"{title}: {flags}:", " ".join(f"{value:.3f}" for value in record["results"].values()), flush=True)
 
 
-# -----------------------------------------------------------------------------
-
-
 def at_best(records):
     """What group() returns, but of each attention only its best setting, by the mean over test sets and seeds."""
-    def mean_result(found):
-        return statistics.fmean(value for record in found for value in record["results"].values())
-
     for about, rows in group(records):
         _, _, best_of = METRICS[about["metric"]]
-        settings = {}
+        settings = {}           # attention: {mean: records}
         for found in rows.values():
-            settings.setdefault(found[0]["attn"], []).append(found)
-        yield about, {attn: best_of(candidates, key=mean_result) for attn, candidates in settings.items()}
+            mean = statistics.fmean(value for record in found for value in record["results"].values())
+            settings.setdefault(found[0]["attn"], {}).setdefault(mean, found)
+        yield about, {attn: by_mean[best_of(by_mean)] for attn, by_mean in settings.items()}
 
 
 def summary(records):
     """One Markdown table: a row per task and test set, a column per attention, each at the best of its settings."""
     cells = [["task", "test set", *ATTENTIONS, "seeds"]]
-    tables = {about["task"]: (about["metric"], rows) for about, rows in at_best(records)}
+    tables = {about["task"]: (METRICS[about["metric"]], rows) for about, rows in at_best(records)}
     for task in [task for task in SUMMARY if task in tables]:
-        metric, rows = tables[task]
-        _, show, _ = METRICS[metric]
+        (_, show, _), rows = tables[task]
         fewest, most = (of(map(len, rows.values())) for of in (min, max))
         seeds = str(most) if fewest == most else f"{fewest} to {most}"
         for split in SUMMARY[task]:
@@ -148,23 +137,22 @@ def main(argv=None):
     parser.add_argument("--only", default="", metavar="TEXT", help="titles that contain this text")
     args = parser.parse_args(argv)
     if args.summary:
-        return print(summary(read_records()))
+        return print(summary(kept_records()))
     missing = missing_runs(args.only)
-    print(f"{len(read_records())} runs are kept in {RECORDS}, {len(missing)} are missing", flush=True)
+    print(f"{len(kept_records())} runs are kept in {RECORDS}, {len(missing)} are missing", flush=True)
     if not args.train:
         return print("\n".join(f"{title}: {flags}" for title, flags in missing))
-    running = []
+    running = {}                # process: (title, flags)
     while missing or running:
-        for job in [job for job in running if job[3].poll() is not None]:
-            running.remove(job)
-            title, flags, out, process = job
-            if process.returncode or not os.path.exists(f"{out}/eval.json"):
-                print(f"{flags} ended early; the same command goes on with it", file=sys.stderr)
+        for process in [process for process in running if process.poll() is not None]:
+            title, flags = running.pop(process)
+            if process.returncode == 0 and os.path.exists(f"{folder_of(title, flags)}/eval.json"):
+                keep(title, flags)
             else:
-                keep(title, flags, out)
+                print(f"{flags} ended early; the same command goes on with it", file=sys.stderr)
         if missing and len(running) < args.jobs:
-            title, flags = missing.pop(0)
-            running.append((title, flags, *start(title, flags)))
+            run = missing.pop(0)
+            running[start(*run)] = run
         else:
             time.sleep(1)
 

@@ -1,17 +1,14 @@
 """Tests of plot.py, bench.py and campaign.py, on a CPU in half a minute:  python -m pytest extras/test_extras.py"""
 
 import json
-import shutil
-import subprocess
+import runpy
 import sys
-from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 import data
 import eval as evaluation
 import train
@@ -28,9 +25,8 @@ def train_small(flags, out):
 def runs(tmp_path_factory):
     """A folder of runs of copy: two seeds of tra, one of tra without its threshold, and one of rope."""
     folder = tmp_path_factory.mktemp("out")
-    for name, flags in {"a": "--attn tra", "b": "--attn tra --seed 1", "c": "--attn tra --no-sparse",
-                        "d": "--attn rope --eval-every 2"}.items():
-        train_small(f"{flags} --task copy --length 3 --symbols 4", folder / name)
+    for name, flags in zip("abcd", ("tra", "tra --seed 1", "tra --no-sparse", "rope --eval-every 2")):
+        train_small(f"--attn {flags} --task copy --length 3 --symbols 4", folder / name)
     return folder
 
 
@@ -62,10 +58,6 @@ def lines_of(ax):
     """{(label, linestyle): [[x, y], ...]}, of the lines that stand in the legend."""
     return {(line.get_label(), line.get_linestyle()): line.get_xydata().tolist() for line in ax.lines
             if not line.get_label().startswith("_")}
-
-
-# -----------------------------------------------------------------------------
-# Pictures
 
 
 def test_results_draw_means_of_chosen_attentions_and_tasks(tmp_path):
@@ -108,9 +100,9 @@ def test_pictures_of_runs_have_a_line_for_each_setting_and_losses_are_those_of_t
 def test_position_draws_the_mean_loss_by_position(text_run, tmp_path):
     figure = draw(tmp_path, "position", text_run, "--split", "32")
     model, task = evaluation.load(text_run, "cpu")
-    losses = [loss for *_, batch in evaluation.predictions(model, task, "32", 200) for loss in batch]
-    by_position = [[loss[i].item() for loss in losses if len(loss) > i] for i in range(32)]
-    expected = [np.mean(sum(by_position[a:b], [])) for a, b in ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32))]
+    losses = [batch for *_, batch in evaluation.predictions(model, task, "32", 200)]
+    ranges = ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32))
+    expected = [torch.cat([batch[:, first:end].flatten() for batch in losses]).mean() for first, end in ranges]
     np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), expected, rtol=1e-5)
 
 
@@ -125,8 +117,8 @@ def test_attention_weights_and_gates_are_those_the_model_uses(attn, monkeypatch)
         torch.testing.assert_close(layer.proj((weights @ v)[0].transpose(0, 1).flatten(1)), layer(x)[0])
         assert (n is not None) == isinstance(layer, TRA)
         if n is not None:
-            for h, i, j in weights.nonzero().tolist():
-                assert n[h, i, j] == (weights[h, i, j:i + 1] > 0).sum()
+            kept_from_here_on = (weights > 0).flip(-1).cumsum(-1).flip(-1)
+            assert torch.equal(n[weights > 0], kept_from_here_on[weights > 0].float())
         if hasattr(layer, "forget"):
             for head, found in enumerate(zip(*plot.measure_gates(layer, x).values())):
                 expected = np.quantile(layer.forget(x)[0, head].tolist(), [0.1, 0.5, 0.9]).tolist()
@@ -140,7 +132,7 @@ def test_attention_is_gray_exactly_where_a_weight_is_zero(text_run, tmp_path):
     example = "line 1 cost $1$\n"
     figure = draw(tmp_path, "attention", text_run, "--example", example)
     model, task = evaluation.load(text_run, "cpu")
-    weights, n = plot.attention_weights(model, torch.tensor([task.encode(example)]))[0]
+    weights, n = next(plot.attention_weights(model, torch.tensor([task.encode(example)])))
     past = np.tri(16, dtype=bool)
     for head, ax in enumerate(figure.axes[:2]):
         shown = ax.images[0].get_array()
@@ -153,25 +145,26 @@ def test_attention_is_gray_exactly_where_a_weight_is_zero(text_run, tmp_path):
     assert not any(label.get_parse_math() for label in labels)          # $1$ is no formula
 
 
-def test_skipped_share_counts_blocks():
+def test_gates_tell_how_many_key_blocks_each_head_skips():
+    """One head forgets nothing. In the other all queries are done after the block of keys before their own."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 256, 16)             # 4 blocks of 64 tokens: 1 + 2 + 3 + 4 pairs of blocks
-    assert plot.skipped_share(q, k, v, torch.zeros(1, 2, 256)).tolist() == [0, 0]
-    # The first query of a block has at most one key there, and must look into the block before. Then all are done.
-    forget_at_once = torch.full((1, 2, 256), -1e4)
-    assert plot.skipped_share(q, k, v, forget_at_once).tolist() == pytest.approx([1 - (1 + 2 + 2 + 2) / 10] * 2)
+    layer = TRA(GPTConfig(n_head=2, n_embd=32))
+    layer.forget.bias.data = torch.tensor([50.0, -50.0])
+    skipped = plot.measure_gates(layer, torch.randn(3, 4 * 64, 32))["key blocks skipped, %"]
+    assert skipped.tolist() == pytest.approx([0, 100 - 100 * (1 + 2 + 2 + 2) / (1 + 2 + 3 + 4)])
 
 
-def test_gates_are_printed_without_matplotlib_and_for_a_picture_one_line_asks_for_it(runs, text_run):
-    code = ("import sys, runpy; sys.modules['matplotlib'] = None; sys.argv[0] = 'plot'; "
-            "runpy.run_module('extras.plot', run_name='__main__')")
-    command = [sys.executable, "-c", code]
-    done = subprocess.run([*command, "gates", runs, text_run], capture_output=True, text=True, cwd=ROOT)
-    assert f"{runs / 'a'}, reading 1024 x 8 tokens of 1x:\n\n| layer | head | forget f: 10% |" in done.stdout
-    assert f"{runs / 'd'}: rope has no forget gates" in done.stdout
-    assert f"{text_run}, reading 26 x 16 tokens of 16:" in done.stdout
-    done = subprocess.run([*command, "results", runs], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and done.stderr == "error: pictures need matplotlib: pip install matplotlib\n"
+def test_gates_need_no_matplotlib_and_a_picture_asks_for_it(runs, text_run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["plot.py", "gates", str(runs), text_run, "--device", "cpu"])
+    runpy.run_path(plot.__file__, run_name="__main__")
+    printed = capsys.readouterr().out
+    assert f"{runs / 'a'}, reading 1024 x 8 tokens of 1x:\n\n| layer | head | forget f: 10% |" in printed
+    assert f"{runs / 'd'}: rope has no forget gates" in printed
+    assert f"{text_run}, reading 26 x 16 tokens of 16:" in printed
+    sys.argv[1] = "results"
+    with pytest.raises(SystemExit, match="^error: pictures need matplotlib: pip install matplotlib$"):
+        runpy.run_path(plot.__file__, run_name="__main__")
 
 
 # -----------------------------------------------------------------------------
@@ -202,9 +195,6 @@ def test_bench_of_a_run_measures_its_perplexity(text_run, tmp_path):
 
 
 def test_bench_takes_the_best_round_tells_the_memory_and_goes_on_after_a_failure(monkeypatch):
-    def too_much():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-
     def hold_two_megabytes_then_one():
         two = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)]
         del two
@@ -212,6 +202,7 @@ def test_bench_takes_the_best_round_tells_the_memory_and_goes_on_after_a_failure
 
     times = iter([5, 3, 4, 8, 7])
     monkeypatch.setattr(bench, "milliseconds_of", lambda run, device: run() or next(times))
+    too_much = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"))
     contestants = {"big": too_much, "small": hold_two_megabytes_then_one}
     rows = bench.time_side_by_side("x", 8, 1, contestants, torch.device("cpu"))
     assert "| big: CUDA out of memory" in bench.table(rows)
@@ -223,8 +214,7 @@ def test_bench_takes_the_best_round_tells_the_memory_and_goes_on_after_a_failure
 
 
 def test_campaign_trains_what_is_missing_resumes_what_was_interrupted_and_keeps_records(tmp_path, monkeypatch, capsys):
-    for name in ("model.py", "tasks.py", "data.py", "train.py", "eval.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "train.py").symlink_to(train.__file__)
     (tmp_path / "results").mkdir()
     monkeypatch.chdir(tmp_path)
     flags = "--attn tra --task copy --length 3 --symbols 4 --n-embd 8 --examples 4 --device cpu --steps"
@@ -232,13 +222,12 @@ def test_campaign_trains_what_is_missing_resumes_what_was_interrupted_and_keeps_
     train.train(train.parse_flags([*flags.split(), "1", "--out", interrupted]))
     monkeypatch.setattr(campaign, "EXPERIMENTS", [("copy", [flags + " 2"], range(2)), ("later", [flags + " 3"], [0])])
     campaign.main(["--train", "--jobs", "2", "--only", "copy"])
-    records = campaign.read_records()
+    records = campaign.kept_records()
     checkpoints = {r["seed"]: evaluation.load_checkpoint(campaign.folder_of("copy", r["flags"])) for r in records}
     logged = {seed: [row["step"] for row in checkpoint["log"]] for seed, checkpoint in checkpoints.items()}
     assert logged == {0: [1, 2], 1: [2]} and [record["threads"] for record in records] == [1, 1]
-    capsys.readouterr()
     campaign.main([])
-    assert capsys.readouterr().out.startswith("2 runs are kept in results/runs.jsonl, 1 are missing\nlater: ")
+    assert "\n2 runs are kept in results/runs.jsonl, 1 are missing\nlater: " in capsys.readouterr().out
 
 
 def test_the_summary_has_each_attention_at_its_best_setting_and_means_over_seeds(monkeypatch):

@@ -1,8 +1,6 @@
-"""TRA in blocks against its plain form, in output and in every gradient; and which form is taken when."""
+"""TRA in blocks against its plain form, on cases that test_kernel.py uses, too; and which form is taken when."""
 
-import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,18 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-if "triton" not in sys.modules:
-    # test_kernel.py needs Triton's interpreter. Triton reads this when it is imported, which the next lines may do.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-import model as model_module
 from extras import fast
 from model import cope_attention, tra_attention, tra_plain
 
 torch.set_num_threads(1)
-
-# -----------------------------------------------------------------------------
-# What test_kernel.py uses, too
 
 
 def make_inputs(T, S, D=16, gate=None):
@@ -105,19 +95,10 @@ def assert_dropout_agrees(attention, inputs, monkeypatch):
     assert not torch.equal(out, attention(*inputs, True, True, 0.3))        # another mask each time
 
 
-# -----------------------------------------------------------------------------
-# Blocks
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """So that there are many."""
-    monkeypatch.setattr(fast, "BLOCK", 4)
-
-
 @pytest.mark.parametrize("ablation", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_equal_the_plain_form(case, ablation):
+def test_blocks_equal_the_plain_form(monkeypatch, case, ablation):
+    monkeypatch.setattr(fast, "BLOCK", 4)           # so that there are many
     assert_agrees(fast.tra_blocked, [x.double() for x in CASES[case]], *ablation, tolerance=1e-9)
 
 
@@ -133,20 +114,12 @@ def test_blocks_in_float32_and_under_autocast(monkeypatch):
 
 
 def test_dropout_in_blocks(monkeypatch):
+    monkeypatch.setattr(fast, "BLOCK", 4)
     assert_dropout_agrees(fast.tra_blocked, [x.double() for x in make_inputs(45, 64)], monkeypatch)
 
 
-def test_forgetting_skips_blocks_and_its_absence_none():
-    """Each head by itself: the first forgets nothing, the second nearly all."""
-    q, k, v, f = make_inputs(159, 159, gate=0.0)
-    f[:, 1] = -50
-    _, reach = fast.tra_blocked(q, k, v, f, return_reach=True)
-    assert reach[0, 0].tolist() == list(range(40)) and reach[0, 1].max() <= 5
-
-
-def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
+def test_no_tensor_grows_with_the_square_of_the_length():
     """TRA forward and backward, CoPE forward, each with two heads."""
-    monkeypatch.setattr(fast, "BLOCK", 64)
     q, k, v, f = make_inputs(1024, 1024)
     with torch.profiler.profile(profile_memory=True) as profile:
         output_and_gradients(tra_attention, (q, k, v, f), True, True, 0.1)
@@ -161,7 +134,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
 
 @pytest.mark.parametrize("device, longest_plain", [("cpu", 127), ("mps", 127), ("cuda", 1023)])
 def test_only_long_sequences_take_another_form(monkeypatch, device, longest_plain):
-    monkeypatch.setattr(model_module, "tra_plain", lambda *args: ("plain", *args[4:]))
+    monkeypatch.setattr("model.tra_plain", lambda *args: ("plain", *args[4:]))
     monkeypatch.setattr(fast, "tra_for_long_sequences", lambda device: lambda *args: (f"for {device}", *args[4:]))
     for T, form in ((longest_plain, "plain"), (longest_plain + 1, f"for {device}")):
         q = SimpleNamespace(size=lambda dim: T, is_cuda=device == "cuda", device=device)
