@@ -75,7 +75,7 @@ def load(run, device="auto"):
 def open_task(args):
     """The task that a run's settings name."""
     kind = TASKS.get(args["task"], Text)
-    return kind(**{name: args[name] for name in kind.__dataclass_fields__})
+    return kind(**{name: args[name] for name in kind.__dataclass_fields__ if name in args})
 
 
 # -----------------------------------------------------------------------------
@@ -157,10 +157,10 @@ def group(records):
         yield about, dict(sorted(rows.items(), key=lambda row: order.get(row[1][0]["attn"], len(order))))
 
 
-def with_spread(show, values):
+def with_spread(form, values):
     """Mean ± standard deviation over seeds."""
-    spread = f" ± {show(statistics.stdev(values))}" if len(values) > 1 else ""
-    return show(statistics.fmean(values)) + spread
+    spread = f" ± {form(statistics.stdev(values))}" if len(values) > 1 else ""
+    return form(statistics.fmean(values)) + spread
 
 
 def percent(share):
@@ -187,7 +187,7 @@ def table(records, key="results"):
     """A Markdown table per task: a row per attention and setting, a column per test set."""
     lines = []
     for about, rows in group(records):
-        introduction, show, _ = METRICS[about["metric"] if key == "results" else "right tokens"]
+        introduction, form, _ = METRICS[about["metric"] if key == "results" else "right tokens"]
         counts = ", ".join(f"{n:,}" for n in sorted({r["examples"] for found in rows.values() for r in found}))
         lines += [f"{about['task']}, {about['scale']} scale: {introduction}: {counts}", ""]
         splits = list(next(iter(rows.values()))[0][key])
@@ -195,7 +195,7 @@ def table(records, key="results"):
         for _, part in itertools.groupby(splits, key=lambda split: len(splits) > 8 and split.rpartition("-")[0]):
             part = list(part)
             cells = [["attention", "seeds", *part]]
-            cells += [[name, str(len(found)), *(with_spread(show, [r[key][split] for r in found]) for split in part)]
+            cells += [[name, str(len(found)), *(with_spread(form, [r[key][split] for r in found]) for split in part)]
                       for name, found in rows.items()]
             lines += [*markdown(cells), ""]
     return "\n".join(lines)
@@ -209,11 +209,10 @@ def find_runs(names):
     """Folders of runs and .jsonl files: as named, by a pattern, or inside a folder that is named."""
     found = []
     for name in names:
-        matches = sorted(glob.glob(name)) or [name]
-        for path in matches:
+        for path in sorted(glob.glob(name)) or [name]:
             inside = sorted(os.path.dirname(p) for p in glob.glob(os.path.join(path, "*", "ckpt.pt")))
-            found += inside or [path]
-    return found
+            found += inside or [os.path.normpath(path)]
+    return list(dict.fromkeys(found))
 
 
 def read_records(path):

@@ -88,7 +88,7 @@ def tra_plain(q, k, v, log_forget, sparse=True, contextual=True, dropout_p=0.0):
 
 
 def count_back(counted, dtype):
-    """How many keys are counted from each key up to the query: all, minus those up to the key, plus the key itself."""
+    """How many keys are counted from each key up to the query, itself included. Keys after the query must be False."""
     counted = counted.to(dtype)
     return counted.sum(-1, keepdim=True) - counted.cumsum(-1) + counted
 

@@ -29,14 +29,16 @@ LETTERS = [*string.ascii_letters, *string.digits]
 class Task:
     """What the tasks share. A task has fields (its sizes), sample(), and maybe markers, a vocab or splits of its own.
 
-    Every field becomes a flag; its default is the laptop's size. splits maps a name to what sample() needs to make that
-    kind of example; the first, "train", is for training, the others are test sets. (Append new ones at the end: the
-    number of a split is part of its seed.) sample(rng, size, spec) returns tokens (B, T+1) and a mask of those that are
-    scored. spec is what splits has under the name of the split; None tells it to draw a length for training.
+    Every field becomes a flag; its default is the laptop's size. splits maps the name of a test set to its spec, which
+    tells sample() what to make: here a length. The first one, "train", is for training, and its None means any length.
+    (Append new splits at the end: the number of a split is part of its seed.)
+
+    sample(rng, size, spec) returns tokens (B, T+1) of size examples, and a mask of those that are scored.
     """
     length: int = field(default=16, metadata={"help": "longest training sequence, in symbols"})
     markers = ["<bos>", "<sep>", "<eos>"]       # the first tokens; the symbols come after them
-    metric, unit = "exact match", "examples"
+    metric, unit = "exact match", "examples"    # what eval.py reports, and what it counts
+    validation = "1x", 100                      # a quick look during training: a test set, and how many examples of it
 
     def __post_init__(self):
         for size, value in asdict(self).items():
@@ -75,11 +77,6 @@ class Task:
             x, y = self.batch(split, 0, step, size)
             yield x[:count - start], y[:count - start]
 
-    @property
-    def validation(self):
-        """For a quick look during training: the first test set, and how many examples of it."""
-        return list(self.splits)[1], 100
-
     def encode(self, text):
         """Tokens as words, with spaces between them, to token ids."""
         unknown = [word for word in text.split() if word not in self.vocab]
@@ -105,6 +102,7 @@ class FlipFlop(Task):
     """
     length: int = field(default=64, metadata={"help": "instructions in a training sequence"})
     vocab = ["w", "r", "i", "0", "1"]
+    validation = "iid", 100
 
     @property
     def splits(self):
@@ -192,6 +190,7 @@ class Instruct(Task):
     symbols: int = field(default=16, metadata={"help": "number of different symbols"})
     markers = ["<copy>", "<reverse>", "<first>", "<last>", "<sep>", "<eos>"]
     practice = [0, 0, 1, 1, 2, 3]       # training draws its instructions from these
+    validation = "copy-1x", 100
 
     @property
     def splits(self):
@@ -237,7 +236,8 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the stream they come from (default 0)")
     parser.add_argument("--plain", action="store_true", default=False, help="tokens and single spaces, nothing else")
     for name, size in {size.name: size for task in TASKS.values() for size in fields(task)}.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=size.type, help=size.metadata.get("help"))
+        how = dict(action=argparse.BooleanOptionalAction) if size.type is bool else dict(type=size.type)
+        parser.add_argument("--" + name.replace("_", "-"), help=size.metadata.get("help"), **how)
     sizes = vars(parser.parse_args(argv))
     name, split, count, seed, plain = (sizes.pop(flag) for flag in ("task", "split", "count", "seed", "plain"))
     unknown = sizes.keys() - TASKS[name].__dataclass_fields__

@@ -437,7 +437,8 @@ def test_a_signal_stops_the_script_which_saves_and_goes_on_as_if_never_stopped(m
 
 def test_an_existing_run_is_not_overwritten_and_resumed_only_as_it_was():
     train("copy")
-    for flags, reason in (("", "--resume goes on"), ("--lr 1 --resume", "was started with lr 0.002")):
+    for flags, reason in (("", "--resume goes on"), ("--lr 1 --resume", "was started with lr 0.002"),
+                          ("--steps 5 --resume", "at step 6 already")):
         with pytest.raises((FileExistsError, ValueError), match=reason):
             train("copy", flags)
     assert train("copy", "--attn rope --overwrite")["attn"] == "rope" and len(read_log()) == 3
@@ -504,7 +505,7 @@ def test_eval_finds_runs_measures_again_shows_mistakes_and_continues_a_prompt(ca
     train("copy", "--out out/copy0")
     train("copy", "--out out/copy1 --seed 1")
     train("wikitext", "--out out/text")
-    for runs in ("", "out", "out/copy* out/text"):
+    for runs in ("", "out out/copy0/", "out/copy* out/text"):
         assert re.search(r"\| tra +\| +2 \|.*wiki-byte", printed(runs), re.DOTALL)
     assert re.search(r"test set: 50.*\|  2x \|  4x \|", printed("out/copy1 --examples 50 --split 2x,4x"), re.DOTALL)
     mistakes = printed("out/copy1 --mistakes 2")
@@ -575,6 +576,7 @@ def test_a_text_that_is_half_prepared_is_never_taken_for_done():
 @pytest.mark.parametrize("command, reason", [
     ("train.py", "--attn tra --task copy"),
     ("train.py --attn tra --task copy --pairs 3", "--pairs"),
+    ("train.py --attn tra --task copy --data wiki-byte", "--data is a text"),
     ("train.py --attn tra --task copy --n-head 3", "divisible"),
     ("train.py --attn rope --task copy --no-sparse", "parts of TRA"),
     ("train.py --attn tra --task copy --device cuda:99", "does not work here"),

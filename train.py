@@ -10,6 +10,7 @@ Train one attention on one task, then test it on sequences longer than any it wa
 
 A run is a folder, out/{task}-{attn}-s{seed}/; every setting that a flag has changed is added to its name. It holds
 ckpt.pt (a dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON object a line) and eval.json.
+What loads, measures and prints tables is in eval.py.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def learning_rate(step, args):
 
 
 def make_optimizer(model, args):
-    """AdamW. Put another one here if you like; a run can only be resumed with the optimizer it was started with."""
+    """AdamW. Put another one here if you like: train() sets lr in every group, and resumes a run with the same one."""
     # Matrices decay. Vectors and forget gates do not: decay pulls f to log(1/2), and closes gates that should be open.
     decayed, others = [], []
     for name, p in model.named_parameters():
@@ -129,6 +130,8 @@ def train(args):
     first, rows, seconds, history = 0, [], 0.0, []
     if resume:
         ckpt = load_checkpoint(out)
+        if ckpt["step"] > args["steps"]:
+            raise ValueError(f"{out} is at step {ckpt['step']} already: give it more --steps")
         for name, value in ckpt["args"].items():
             if args.get(name) != value and name not in CHANGEABLE:
                 raise ValueError(f"{out} was started with {name} {value}; it cannot go on with {args.get(name)}")
@@ -145,12 +148,6 @@ def train(args):
 
     if args["compile"]:
         compute_loss = torch.compile(compute_loss)
-
-    def get_batch(step):
-        batch = (torch.from_numpy(array) for array in task.batch("train", args["seed"], step, args["batch"]))
-        if device_type == "cuda":       # from pinned memory the copy does not wait for the device to finish a step
-            batch = (tensor.contiguous().pin_memory() for tensor in batch)
-        return [tensor.to(device, non_blocking=True) for tensor in batch]
 
     def save(step):
         """A checkpoint that is whole or not there: a temporary file, the disk, its place. Then the log."""
@@ -180,8 +177,12 @@ def train(args):
         for group in optimizer.param_groups:
             group["lr"] = lr
 
+        x, y = (torch.from_numpy(array) for array in task.batch("train", args["seed"], step, args["batch"]))
+        if device_type == "cuda":       # from pinned memory the copy does not wait for the last step to end
+            x, y = (tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in (x, y))
+        x, y = x.to(device), y.to(device)
+
         # One update: the mean loss over all scored tokens of a batch, in parts
-        x, y = get_batch(step)
         scored, loss = (y >= 0).sum(), 0.0
         for x_part, y_part in zip(x.chunk(args["accumulate"]), y.chunk(args["accumulate"])):
             part = compute_loss(x_part, y_part) * ((y_part >= 0).sum() / scored)
@@ -291,6 +292,8 @@ def parse_flags(argv=None):
     # Now that the task is known: its sizes, its preset, and help with the values of both
     chosen = vars(parser.parse_known_args(argv)[0])
     task = chosen.get("task", "wikitext" if "data" in chosen else None)
+    if task in TASKS and "data" in chosen:
+        parser.error(f"--data is a text; {task} makes its own sequences. Leave out one of the two")
     if task:
         add_fields(parser.add_argument_group(f"size of {task}"), TASKS.get(task, Text))
         presets = PRESETS[chosen["scale"]]

@@ -120,11 +120,11 @@ def summary(records):
     cells = [["task", "test set", *ATTENTIONS, "seeds"]]
     tables = {about["task"]: (METRICS[about["metric"]], rows) for about, rows in at_best(records)}
     for task in [task for task in SUMMARY if task in tables]:
-        (_, show, _), rows = tables[task]
+        (_, form, _), rows = tables[task]
         fewest, most = (of(map(len, rows.values())) for of in (min, max))
         seeds = str(most) if fewest == most else f"{fewest} to {most}"
         for split in SUMMARY[task]:
-            means = {attn: show(statistics.fmean(r["results"][split] for r in found)) for attn, found in rows.items()}
+            means = {attn: form(statistics.fmean(r["results"][split] for r in found)) for attn, found in rows.items()}
             cells.append([task, split, *(means.get(attn, "") for attn in ATTENTIONS), seeds])
     return "\n".join(markdown(cells))
 
