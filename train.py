@@ -9,8 +9,8 @@ Train one attention on one task, then test it on sequences longer than any it wa
     python train.py --task copy --help                          # every flag, with the value of copy's preset
 
 A run is a folder, out/{task}-{attn}-s{seed}/; every setting that a flag has changed is added to its name. It holds
-ckpt.pt (a dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON object a line) and eval.json.
-What loads, measures and prints tables is in eval.py.
+ckpt.pt (a dict: config, model, step, args, and what resuming needs), log.jsonl (a JSON object a line, up to the step of
+the checkpoint) and eval.json. What loads, measures and prints tables is in eval.py.
 """
 
 import argparse
