@@ -25,7 +25,7 @@ from model import ATTENTIONS
 
 RECORDS = "results/runs.jsonl"
 SUMMARY = {"flipflop": ["iid", "sparse-4x", "dense-4x"], "copy": ["1x", "2x", "4x"], "induct": ["1x", "2x", "4x"],
-           "instruct": ["last-4x"], "wikitext-2": ["128", "4096"]}
+           "wikitext-2": ["128", "4096"]}
 SIX = ["tra", "rope", "cope", "fox", "alibi", "nope"]
 PARTS = ["--no-sparse", "--no-contextual", "--no-sparse --no-contextual"]
 TEXT = "--data data/wikitext-2-byte"
@@ -38,11 +38,11 @@ EXPERIMENTS = [
     ("copy, two threads", ["--attn tra --task copy"], range(712, 716)),
     ("flipflop", [f"--attn {attn} --task flipflop" for attn in SIX], range(500, 504)),
     ("induct", [f"--attn {attn} --task induct" for attn in FOUR], range(500, 504)),
-    ("induct", ["--attn tra --task induct --weight-decay 0.2"], range(500, 504)),
     ("instruct", [f"--attn tra --task instruct{decay}" for decay in ("", " --weight-decay 0.2")], range(500, 504)),
     ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in FOUR], range(500, 502)),
     ("copy", [f"--attn {attn} --task copy{decay}" for attn in FOUR for decay in DECAYS], range(712, 716)),
     ("instruct", [f"--attn {attn} --task instruct" for attn in FOUR], [500]),
+    ("induct", [f"--attn {attn} --task induct --weight-decay 0.2" for attn in FOUR], range(500, 504)),
     ("wikitext-2", [f"--attn {attn} {TEXT}" for attn in FOUR], range(502, 504)),
     ("copy", [f"--attn {attn} --task copy{decay}" for attn in TWO for decay in DECAYS], range(712, 716)),
     ("induct", [f"--attn {attn} --task induct" for attn in TWO], range(500, 504)),
