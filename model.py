@@ -395,9 +395,6 @@ class GPT(nn.Module):
         return torch.cat(tokens, dim=1)         # outside of inference mode: a tensor that a model can be trained on
 
 
-# -----------------------------------------------------------------------------
-
-
 def worked_example():
     """One query, five keys; then two irrelevant keys come in, and the others do not notice.
 
