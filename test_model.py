@@ -576,7 +576,7 @@ def test_a_text_that_is_half_prepared_is_never_taken_for_done():
 @pytest.mark.parametrize("command, reason", [
     ("train.py", "--attn tra --task copy"),
     ("train.py --attn tra --task copy --pairs 3", "--pairs"),
-    ("train.py --attn tra --task copy --data wiki-byte", "--data is a text"),
+    ("train.py --attn tra --task copy --steps 1 --examples 1 --data wiki-byte", "--data is a text"),
     ("train.py --attn tra --task copy --n-head 3", "divisible"),
     ("train.py --attn rope --task copy --no-sparse", "parts of TRA"),
     ("train.py --attn tra --task copy --device cuda:99", "does not work here"),
